@@ -1,0 +1,1 @@
+"""Dispatch and combine of tokens between the ranks that own the experts."""

@@ -1,0 +1,1 @@
+"""Kernels for CPUs: numba where call overhead dominates, oneDNN through torch where GEMMs do."""

@@ -1,0 +1,29 @@
+"""What one forward pass computes, as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """Tokens of all requests of a step, one after the other.
+
+    token_ids_T      [T]      int64
+    positions_T      [T]      int64, position in the request's own text
+    slots_T          [T]      int64, block * 64 + offset: where the token's cache row goes
+    query_start_B1   [B + 1]  int32, request b owns tokens start[b] .. start[b + 1]
+    context_lens_B   [B]      int32, tokens in the cache after this step
+    block_tables_BM  [B, M]   int32, physical blocks; entries past the context may be garbage
+    max_query_tokens          the most tokens of one request, known on the host
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    query_start_B1: Tensor
+    context_lens_B: Tensor
+    block_tables_BM: Tensor
+    max_query_tokens: int

@@ -1,0 +1,30 @@
+"""The paged latent cache: one row of R + rope values per token and layer, in blocks of 64 tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whalepod.kernels.interface import BLOCK_TOKENS
+
+
+class LatentCache:
+    """Owns the cache tensor `[num_layers, num_blocks, 64, C]` and lends views of it.
+
+    The last layers belong to the multi-token-prediction module when the model has one.
+    """
+
+    def __init__(
+        self, *, num_layers: int, num_blocks: int, row_width: int, dtype: torch.dtype, device: str
+    ) -> None:
+        self.rows_LPBC = torch.zeros(
+            num_layers, num_blocks, BLOCK_TOKENS, row_width, dtype=dtype, device=device
+        )
+
+    def layer(self, index: int) -> Tensor:
+        """Return the view `[num_blocks, 64, C]` of one layer."""
+        return self.rows_LPBC[index]
+
+    def copy_rows(self, source_block: int, target_block: int, num_tokens: int) -> None:
+        """Copy the first `num_tokens` rows of a block, all layers (copy-on-write)."""
+        self.rows_LPBC[:, target_block, :num_tokens] = self.rows_LPBC[:, source_block, :num_tokens]

@@ -1,0 +1,1 @@
+"""Multi-token prediction: drafting with the checkpoint's own module, and verifying."""

@@ -1,0 +1,28 @@
+"""Limits of one engine's scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: Annotated[int, "sequences that run at once"] = 64
+    max_num_batched_tokens: Annotated[int, "prompt and decode tokens of one step together"] = 512
+    max_model_len: Annotated[int, "tokens of prompt and answer together"] = 4096
+    max_num_queued_reqs: Annotated[int, "requests that wait; one more is refused with a 429"] = 1024
+    enable_prefix_caching: Annotated[bool, "share the blocks of equal prefixes"] = True
+    max_admission_skips: Annotated[
+        int, "times that a waiting request may be overtaken by one with a longer cached prefix"
+    ] = 16
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must give one token to "
+                f"each of max_num_seqs ({self.max_num_seqs}); raise one or lower the other"
+            )

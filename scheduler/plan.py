@@ -1,0 +1,95 @@
+"""One step as a value: what the runner computes, and what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The tokens of one sequence in a step.
+
+    `token_ids[i]` sits at position `start + i`; everything before `start` is in the cache.
+    `block_ids` covers `start + len(token_ids)` tokens. `sample` says that the last token (with
+    drafts: each of the last `num_drafts + 1`) yields a next token.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    sample: bool
+    num_drafts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy the first `num_tokens` rows of block `source` to `target` before the step."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One step. Copies happen before rows; `finished` and `preempted` free the runner's own state."""
+
+    step: int
+    rows: tuple[Row, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    preempted: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of a token and of the likeliest ones, best first, as (id, logprob) pairs."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the likeliest token of the vocabulary."""
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """What a row yielded: accepted new tokens in order (empty when the row did not sample)."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per token when the request asked for them, else empty."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """One per computed prompt position that has a successor in the prompt, when asked for."""
+    error: str | None = None
+    """The row failed (a test hook, a numerical fault): its request ends with this message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    step: int
+    rows: tuple[RowResult, ...]
+    step_time_us: int = 0
+    """Measured by the runner; adaptive choices read this logged integer only."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Output:
+    """What one sequence gained in a step, already cut at its end."""
+
+    sequence_id: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Prompt tokens that were in the prefix cache at (first) admission."""
+    finish_reason: str | None = None
+    """"stop" (end of sequence or a stop token), "length", "abort", "error"."""
+    stop_token_id: int | None = None
+    error: str | None = None

@@ -1,0 +1,1 @@
+"""The processes of a server: gateway, engine, and the messages between them."""

@@ -1,0 +1,75 @@
+"""Configuration of the server: frozen dataclasses, one per part, composed and never inherited.
+
+The annotation of a field is its comment, its `--help` text and its line in the reference page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from whalepod.scheduler.config import SchedulerConfig
+
+DtypeName = Literal["auto", "bf16", "fp32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Which weights, and in which form."""
+
+    model: Annotated[str, "checkpoint folder, preset or Hugging Face id"] = "tiny"
+    revision: Annotated[str | None, "branch, tag or commit of a Hugging Face id"] = None
+    dtype: Annotated[DtypeName, "auto: fp32 for `tiny`, else what the checkpoint says"] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], "dummy: seeded random weights"] = "auto"
+    seed: Annotated[int, "seed of dummy weights and of requests without one"] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """Where tensors live and who computes on them."""
+
+    device: Annotated[Literal["cpu", "cuda"], "where the model runs"] = "cpu"
+    kernels: Annotated[
+        Literal["auto", "reference", "cpu"], "auto: the fastest that this machine has"
+    ] = "auto"
+    num_threads: Annotated[int, "threads of the engine; 0: all cores of this process"] = 0
+    batch_invariant: Annotated[
+        bool, "bit-equal answers whatever the batch, the chunks and the cache hits"
+    ] = False
+    kv_cache_memory_bytes: Annotated[int, "memory of the KV cache; 0: a share of what is free"] = 0
+    absorbed_max_query_tokens: Annotated[
+        int, "longest chunk that attends in the latent space; longer ones expand keys and values"
+    ] = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine: a model on a device, and the limits of its scheduler."""
+
+    source: ModelSource = field(default_factory=ModelSource)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
+    record: Annotated[str | None, "write every engine input to this file, for replay"] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The HTTP side."""
+
+    host: Annotated[str, "address to listen on"] = "127.0.0.1"
+    port: Annotated[int, "port to listen on"] = 8000
+    api_key: Annotated[tuple[str, ...], "accepted keys; none: no key is asked for"] = ()
+    served_model_name: Annotated[tuple[str, ...], "names that requests may use"] = ()
+    chat_template: Annotated[str | None, "file that replaces the checkpoint's template"] = None
+    max_body_bytes: Annotated[int, "largest accepted request body"] = 4 * 1024 * 1024
+    ready_timeout_s: Annotated[float, "deadline for the engine to answer /ready"] = 5.0
+    enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be in 0..65535, got {self.port}")
+        if self.enable_test_hooks and self.host not in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(
+                f"enable_test_hooks needs a loopback host, got {self.host!r}: drop one of the two"
+            )

@@ -1,0 +1,1 @@
+"""The engine process: receive, schedule, run, finish, send."""

@@ -1,0 +1,145 @@
+"""Messages between the gateway and an engine: dataclasses on the wire as versioned msgpack maps.
+
+A message is `{"v": version, "t": type, ...fields}`. Unknown fields are ignored (a newer peer may
+send more); an unknown version or type, a missing field, a wrong type or an oversized frame is a
+`MessageError`. Only plain integers, floats, strings, lists and maps travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.plan import TokenLogprob
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Gateway to engine: generate `num_sequences` answers to one prompt."""
+
+    request_id: str
+    """Unique; chosen by the gateway, never by a client."""
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    num_sequences: int = 1
+    priority: int = 0
+    """Lower runs first."""
+    cache_salt: str = ""
+    test_steps: tuple[str, ...] = ()
+    """Test hook: pieces of text to emit, one per step, instead of sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Gateway to engine: free everything of a request. Unknown ids are ignored (it just ended)."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Gateway to engine: answered by the engine loop itself, between two steps."""
+
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """Gateway to engine: stop after the current step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Engine to gateway, once, when the engine can serve."""
+
+    model_type: str
+    dtype: str
+    kernels: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """New tokens of one sequence of a request."""
+
+    request_id: str
+    index: int
+    """Which of the request's `num_sequences` answers."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Counters and gauges of the engine since its start; sent with every step's outputs and pongs."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_owned_blocks: int = 0
+    num_blocks: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries_tokens: int = 0
+    prefix_cache_hits_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    step_time_us: int = 0
+    num_step_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """Engine to gateway: everything that one step produced."""
+
+    outputs: tuple[SequenceOutput, ...]
+    stats: Stats = field(default_factory=Stats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """Engine to gateway: a request was refused before it was queued."""
+
+    request_id: str
+    code: str
+    """"context_length_exceeded", "queue_full", "invalid_request", "too_large"."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    nonce: int
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFailed:
+    """Engine to gateway: the loop stops; every live request is lost."""
+
+    message: str
+
+
+ToEngine: TypeAlias = Submit | Abort | Ping | Shutdown
+ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Pong | EngineFailed
+
+
+class MessageError(ValueError):
+    """A frame that is not a message of this protocol version."""

@@ -1,0 +1,40 @@
+"""What the gateway needs of an engine, wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
+
+
+class Upstream(Protocol):
+    """One engine as seen from the gateway's event loop."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said when it became ready."""
+        ...
+
+    @property
+    def stats(self) -> Stats:
+        """The newest counters that the engine sent."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is lost, or None while it is well."""
+        ...
+
+    def submit(self, request: Submit) -> AsyncIterator[SequenceOutput]:
+        """Yield outputs of all sequences until each has a finish reason.
+
+        Closing the iterator early (a client that left, a stop string) aborts the request in the
+        engine and frees its blocks. Raises RequestRejected when the engine refuses the request and
+        EngineLost when it dies.
+        """
+        ...
+
+    async def ping(self, timeout_s: float) -> Stats:
+        """Return fresh counters from the engine loop itself; EngineLost after `timeout_s`."""
+        ...
