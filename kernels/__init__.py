@@ -1,1 +1,1 @@
-"""Tensor operations behind one interface: `interface.py` is the contract, `reference.py` the meaning."""
+"""Tensor operations behind one interface: `interface.py` says what, `reference.py` means it."""

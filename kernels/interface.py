@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import Tensor
 
 BLOCK_TOKENS = 64
-"""Tokens in one block of the latent cache; also the tile along the keys of every attention kernel."""
+"""Tokens in one block of the latent cache, and the tile along the keys of attention."""
 
 Packed: TypeAlias = Any
 """A weight in the layout that one backend wants. Only the backend that packed it reads it."""
@@ -37,11 +37,13 @@ class GateConfig:
     def __post_init__(self) -> None:
         if self.num_experts % self.num_groups:
             raise ValueError(
-                f"num_experts ({self.num_experts}) must be a multiple of num_groups ({self.num_groups})"
+                f"num_experts ({self.num_experts}) must be a multiple of "
+                f"num_groups ({self.num_groups})"
             )
         if not 1 <= self.num_selected_groups <= self.num_groups:
             raise ValueError(
-                f"num_selected_groups ({self.num_selected_groups}) must be in 1..num_groups ({self.num_groups})"
+                f"num_selected_groups ({self.num_selected_groups}) must be in "
+                f"1..num_groups ({self.num_groups})"
             )
         selectable = self.num_selected_groups * (self.num_experts // self.num_groups)
         if not 1 <= self.num_experts_per_token <= selectable:
@@ -60,7 +62,7 @@ class Kernels(Protocol):
     # -- dense ---------------------------------------------------------------------------------
 
     def pack_linear(self, weight_NK: Tensor) -> Packed:
-        """Prepare a weight `[N, K]` of the model dtype for `linear`. May keep the tensor as it is."""
+        """Prepare a weight `[N, K]` of the model dtype for `linear`; it may stay as it is."""
         ...
 
     def linear(self, x_TK: Tensor, weight: Packed) -> Tensor:
@@ -124,7 +126,7 @@ class Kernels(Protocol):
         block_tables_BM: Tensor,
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with absorbed queries over the paged latent cache; values are rows' first R columns.
+        """Attend with absorbed queries over the paged latent cache (values: first R columns).
 
         q_TNC           [T, N, C]  model dtype: R absorbed values, then the rotated rope query
         cache_PBC       [P, 64, C] model dtype; unused rows may hold NaN

@@ -1,4 +1,4 @@
-"""The paged latent cache: one row of R + rope values per token and layer, in blocks of 64 tokens."""
+"""The paged latent cache: a row of R + rope values per token and layer, in blocks of 64."""
 
 from __future__ import annotations
 

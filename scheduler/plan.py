@@ -34,7 +34,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One step. Copies happen before rows; `finished` and `preempted` free the runner's own state."""
+    """One step: first the copies, then the rows; preempted sequences lost their cache rows."""
 
     step: int
     rows: tuple[Row, ...]

@@ -88,7 +88,7 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Counters and gauges of the engine since its start; sent with every step's outputs and pongs."""
+    """Counters since the engine's start and gauges; sent with every step's outputs and pongs."""
 
     num_running: int = 0
     num_waiting: int = 0
