@@ -36,6 +36,8 @@ from whalepod.server.messages import (
 
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
+Encoder = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ...], tuple[str, ...]]
+"""Names of the fields, a getter of all of them, their defaults, and those that are mappings."""
 MESSAGE_TYPES: Mapping[str, type] = {
     cls.__name__: cls
     for cls in (
@@ -122,14 +124,14 @@ def _to_map(value: Any) -> dict[str, Any]:
     return row
 
 
-@cache
-def _encoder_of_class(
-    cls: type,
-) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ...], tuple[str, ...]]:
+def _make_encoder(cls: type) -> Encoder:
     names = tuple(f.name for f in fields(cls))
     hints = get_type_hints(cls)
     mappings = tuple(name for name in names if get_origin(hints[name]) is Mapping)
     return names, _fetcher(names), tuple(_default(f) for f in fields(cls)), mappings
+
+
+_encoder_of_class: Callable[[Any], Encoder] = cache(_make_encoder)
 
 
 def _fetcher(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
@@ -147,8 +149,7 @@ def _default(f: Field[Any]) -> Any:
 # -- decoding -----------------------------------------------------------------------------------
 
 
-@cache
-def _decoder_of_class(cls: type) -> Decoder:
+def _make_decoder(cls: type) -> Decoder:
     hints, path = get_type_hints(cls), cls.__name__
     decoders = [
         (f.name, _default(f) is _REQUIRED, _decoder(hints[f.name], f"{path}.{f.name}"))
@@ -172,13 +173,16 @@ def _decoder_of_class(cls: type) -> Decoder:
     return decode_fields
 
 
+_decoder_of_class: Callable[[Any], Decoder] = cache(_make_decoder)
+
+
 def _decoder(hint: Any, path: str) -> Decoder:
     """Return the checker of one field type; TypeError for a type without a wire form."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in _SCALARS:
         return _scalar(hint, path)
     if is_dataclass(hint):
-        return _decoder_of_class(hint)  # type: ignore[arg-type]
+        return _decoder_of_class(hint)
     if origin is Literal:
         return _literal(args, path)
     if origin in (types.UnionType, Union):
