@@ -97,7 +97,8 @@ class TokenCounts:
     def observe(self, start: int, token_ids: Sequence[int]) -> None:
         """Count those tokens of a row that were not counted yet."""
         for token_id in token_ids[max(self._num_seen - start, 0) :]:
-            self._counts[self._slot(token_id)] += 1
+            slot = self._slot(token_id)  # may replace the array
+            self._counts[slot] += 1
         self._num_seen = max(self._num_seen, start + len(token_ids))
 
     def _slot(self, token_id: int) -> int:
