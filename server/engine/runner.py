@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -148,9 +148,12 @@ class Runner:
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if span.sequence.wants_prompt_logprobs:
             prompt_logprobs = self._prompt_logprobs(span, hidden_TH)
-        if span.sequence.script is not None and choices:
-            return _scripted(span, choices[0], prompt_logprobs)
         accepted = _accepted_run(span.row, choices)
+        if span.sequence.script is not None and choices:
+            try:
+                accepted = [_scripted(span, choices[0])]
+            except ScriptError as error:
+                return RowResult(sequence_id=sequence_id, error=str(error))
         return RowResult(
             sequence_id=sequence_id,
             token_ids=tuple([choice.token_id for choice in accepted]),
@@ -196,23 +199,12 @@ def _accepted_run(row: Row, choices: list[_Choice]) -> list[_Choice]:
     return choices
 
 
-def _scripted(span: _Rows, choice: _Choice, prompt_logprobs: tuple[TokenLogprob, ...]) -> RowResult:
-    """Replace the choice by the step of the script; its tokens are scored with the same logits."""
-    sequence, sequence_id = span.sequence, span.row.sequence_id
-    assert sequence.script is not None
-    num_generated = span.row.start + len(span.row.token_ids) - sequence.state.num_prompt_tokens
-    try:
-        token_ids = sequence.script.step(num_generated)
-    except ScriptError as error:
-        return RowResult(sequence_id=sequence_id, error=str(error))
-    num_top = sequence.params.logprobs
-    scores: list[TokenLogprob] = []
-    if num_top is not None:
-        logits_V = choice.logits_BV[choice.index]
-        scores = logprobs(logits_V.expand(len(token_ids), -1), token_ids, num_top)
-    return RowResult(
-        sequence_id=sequence_id,
-        token_ids=token_ids,
-        logprobs=tuple(scores),
-        prompt_logprobs=prompt_logprobs,
-    )
+def _scripted(span: _Rows, choice: _Choice) -> _Choice:
+    """Replace the sampler's choice by the token of the script, scored with the same logits."""
+    script, state = span.sequence.script, span.sequence.state
+    assert script is not None
+    num_generated = span.row.start + len(span.row.token_ids) - state.num_prompt_tokens
+    token_id, logprob = script.token(num_generated), choice.logprob
+    if logprob is not None:
+        (logprob,) = logprobs(choice.logits_BV[choice.index][None], [token_id], len(logprob.top))
+    return replace(choice, token_id=token_id, logprob=logprob)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ class SamplingState:
         params: SamplingParams,
         prompt_token_ids: Sequence[int],
         seed: int,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Collection[int] = (),
     ) -> None:
         self.params = params
         self.prompt_token_ids = prompt_token_ids

@@ -16,25 +16,30 @@ class ScriptError(Exception):
 
 
 class Script:
-    """The steps of one sequence, as tokens. Where it stands follows from the text's length.
+    """The tokens of one sequence, cut into steps. Where it stands follows from the text's length.
 
-    Having no state of its own, a script goes on rightly after a failed or repeated step.
+    The model computes one token after the other as always; what a step of the script holds is
+    sent together when its last token is there, as if one step had yielded them all. Having no
+    state, a script goes on rightly after a failed or a repeated step.
     """
 
     def __init__(self, pieces: Sequence[str], encode: Encode, eos_token_id: int) -> None:
-        self._steps: dict[int, tuple[int, ...] | None] = {}
+        self._token_ids: list[int | None] = []  # None fails
+        self._step_ends: set[int] = set()
         self._eos_token_id = eos_token_id
-        num_tokens = 0
         for piece in pieces:
-            token_ids = None if piece == RAISE else tuple(encode(piece))
-            if token_ids == ():
-                continue  # a step that yields nothing is no step
-            self._steps.setdefault(num_tokens, token_ids)
-            num_tokens += len(token_ids or ())
+            self._token_ids += [None] if piece == RAISE else list(encode(piece))
+            self._step_ends.add(len(self._token_ids))
 
-    def step(self, num_generated: int) -> tuple[int, ...]:
-        """Return the tokens of the step that starts after so many; ScriptError on `!raise`."""
-        token_ids = self._steps.get(num_generated, (self._eos_token_id,))
-        if token_ids is None:
+    def token(self, num_generated: int) -> int:
+        """Return the token after so many, past the last EOS. Raises ScriptError on `!raise`."""
+        if num_generated >= len(self._token_ids):
+            return self._eos_token_id
+        token_id = self._token_ids[num_generated]
+        if token_id is None:
             raise ScriptError(f"the test script failed after {num_generated} tokens")
-        return token_ids
+        return token_id
+
+    def ends_step(self, num_generated: int) -> bool:
+        """Say whether a step of the script ends after so many tokens."""
+        return num_generated in self._step_ends or num_generated > len(self._token_ids)

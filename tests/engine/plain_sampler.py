@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from tests.engine.fakes import gumbel
+from tests.engine.noise import gumbel
 from whalepod.scheduler.params import SamplingParams
 
 f32 = np.float32

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.engine import plain_sampler
-from tests.engine.fakes import NoiseKernels, gumbel
+from tests.engine.fakes import NoiseKernels
+from tests.engine.noise import gumbel
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.engine import sampler as sampler_module
 from whalepod.server.engine.sampler import Sampler, Wanted, logprobs, restrict
