@@ -22,12 +22,12 @@ class Reuse:
     num_copied_tokens: int = 0
 
 
-def must_wait_for_sibling(sequence: Sequence) -> bool:
-    """Say whether another answer of the same request is computing the prompt at this moment."""
-    request = sequence.request
-    if not request.running or sequence.num_generated:
-        return False
-    return _sibling_with_prompt(sequence) is None
+def may_start(sequence: Sequence) -> bool:
+    """Say whether a sequence may be admitted: not while another answer of the same request
+    computes the prompt, which it can share afterwards."""
+    if not sequence.request.running or sequence.num_generated:
+        return True
+    return _sibling_with_prompt(sequence) is not None
 
 
 def count_shared_blocks(sequence: Sequence, tree: PrefixTree) -> int:

@@ -99,7 +99,6 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.status = Status.WAITING
         self.token_ids = list(request.prompt_token_ids)
-        self.draft_token_ids: tuple[int, ...] = ()
         self.num_prompt_logprobs = 0
         self.num_skips = 0
         self.was_preempted = False
@@ -109,6 +108,7 @@ class Sequence:
     def forget_blocks(self) -> None:
         """Start over without cache rows; the blocks were released or were never there."""
         self.num_computed = 0
+        self.draft_token_ids: tuple[int, ...] = ()
         self.block_ids: list[int] = []
         self.block_table: tuple[int, ...] = ()
         self.path: list[Node] = []
