@@ -34,7 +34,9 @@ def count_shared_blocks(sequence: Sequence, tree: PrefixTree) -> int:
     """Count the full blocks that the sequence would share if it were admitted now."""
     if _sibling_to_fork(sequence) is not None:
         return sequence.max_reused_tokens // tree.block_tokens
-    return len(_match(sequence, tree))
+    if sequence.shared_blocks_at[0] != tree.version:
+        sequence.shared_blocks_at = (tree.version, len(_match(sequence, tree)))
+    return sequence.shared_blocks_at[1]
 
 
 def find_reuse(sequence: Sequence, tree: PrefixTree, *, has_cache: bool) -> Reuse:

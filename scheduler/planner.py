@@ -129,7 +129,7 @@ class Planner:
     # ---- admissions
 
     def _plan_admissions(self, sketch: Sketch) -> None:
-        while True:
+        while self._may_admit(sketch):
             sequence = self.waiting.choose(may_start, self._count_shared_blocks)
             if sequence is None or sequence.sequence_id in sketch.preempted:
                 return
@@ -144,6 +144,14 @@ class Planner:
             self._start(sequence, reuse)
             sketch.admitted.append(sequence)
             sketch.add(self._row(sequence, sketch.budget))
+
+    def _may_admit(self, sketch: Sketch) -> bool:
+        """Rule out the common case cheaply: full, and nobody of lower priority to give way."""
+        if not self.waiting:
+            return False
+        if sketch.budget > 0 and len(self.running) < self._config.max_num_seqs:
+            return True
+        return self.running[-1].request.priority > self.waiting.first_priority
 
     def _count_shared_blocks(self, sequence: Sequence) -> int:
         if not self._config.enable_prefix_caching:

@@ -76,6 +76,7 @@ class Sequence:
         "publishes",
         "request",
         "sequence_id",
+        "shared_blocks_at",
         "status",
         "stop_token_ids",
         "token_ids",
@@ -103,6 +104,7 @@ class Sequence:
         self.num_skips = 0
         self.was_preempted = False
         self.block_keys: list[bytes] = []
+        self.shared_blocks_at = (-1, 0)  # version of the tree, and what it had then
         self.forget_blocks()
 
     def forget_blocks(self) -> None:

@@ -281,6 +281,11 @@ class Scheduler:
             self._drop(request)
         self._cancelled.clear()
 
+    def note_clock(self, now_us: int) -> None:
+        """Take the caller's clock reading of a step. Nothing here decides by it yet; it is an
+        input like the others, so a journal has it."""
+        self._counters.clock_us = now_us
+
     # ---- what others may know
 
     def stats(self) -> SchedulerStats:

@@ -38,3 +38,4 @@ class Counters:
     generation_tokens: int = 0
     num_step_tokens: int = 0
     step_time_us: int = 0
+    clock_us: int = 0
