@@ -22,19 +22,21 @@ class Reuse:
     num_copied_tokens: int = 0
 
 
-def must_wait_for_sibling(sequence: Sequence) -> bool:
-    """Say whether another answer of the same request is computing the prompt at this moment."""
-    request = sequence.request
-    if not request.running or sequence.num_generated:
-        return False
-    return _sibling_with_prompt(sequence) is None
+def may_start(sequence: Sequence) -> bool:
+    """Say whether a sequence may be admitted: not while another answer of the same request
+    computes the prompt, which it can share afterwards."""
+    if not sequence.request.running or sequence.num_generated:
+        return True
+    return _sibling_with_prompt(sequence) is not None
 
 
 def count_shared_blocks(sequence: Sequence, tree: PrefixTree) -> int:
     """Count the full blocks that the sequence would share if it were admitted now."""
     if _sibling_to_fork(sequence) is not None:
         return sequence.max_reused_tokens // tree.block_tokens
-    return len(_match(sequence, tree))
+    if sequence.shared_blocks_at[0] != tree.version:
+        sequence.shared_blocks_at = (tree.version, len(_match(sequence, tree)))
+    return sequence.shared_blocks_at[1]
 
 
 def find_reuse(sequence: Sequence, tree: PrefixTree, *, has_cache: bool) -> Reuse:

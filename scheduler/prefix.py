@@ -61,6 +61,7 @@ class PrefixTree:
         self, *, block_tokens: int, seed: bytes = b"", digest: Digest = blake2b_digest
     ) -> None:
         self.block_tokens = block_tokens
+        self.version = 0  # grows with every change, so that a match can be remembered
         self._seed = seed
         self._digest = digest
         self._roots: dict[str, Node] = {}
@@ -122,6 +123,7 @@ class PrefixTree:
         node = Node(
             parent=parent, key=key, salt=parent.salt, token_ids=token_ids, block_id=block_id
         )
+        self.version += 1
         if parent.parent is None:
             assert self._roots.get(parent.salt, parent) is parent, "two roots of one salt"
             self._roots[parent.salt] = parent
@@ -150,6 +152,7 @@ class PrefixTree:
         index = bisect_left(parent.children, node.token_ids, key=_token_ids)
         assert parent.children[index] is node, f"block {node.block_id} is not in the tree"
         del parent.children[index]
+        self.version += 1
         if len(node.token_ids) == self.block_tokens:
             del self._full_nodes[node.key]
         if parent.parent is None and not parent.children:

@@ -76,6 +76,7 @@ class Sequence:
         "publishes",
         "request",
         "sequence_id",
+        "shared_blocks_at",
         "status",
         "stop_token_ids",
         "token_ids",
@@ -99,16 +100,17 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.status = Status.WAITING
         self.token_ids = list(request.prompt_token_ids)
-        self.draft_token_ids: tuple[int, ...] = ()
         self.num_prompt_logprobs = 0
         self.num_skips = 0
         self.was_preempted = False
         self.block_keys: list[bytes] = []
+        self.shared_blocks_at = (-1, 0)  # version of the tree, and what it had then
         self.forget_blocks()
 
     def forget_blocks(self) -> None:
         """Start over without cache rows; the blocks were released or were never there."""
         self.num_computed = 0
+        self.draft_token_ids: tuple[int, ...] = ()
         self.block_ids: list[int] = []
         self.block_table: tuple[int, ...] = ()
         self.path: list[Node] = []

@@ -24,3 +24,18 @@ class SchedulerStats:
     generation_tokens: int
     num_step_tokens: int
     step_time_us: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What the scheduler counts from its start, and the size and time of its last step."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries_tokens: int = 0
+    prefix_cache_hits_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_step_tokens: int = 0
+    step_time_us: int = 0
+    clock_us: int = 0

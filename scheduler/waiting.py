@@ -29,6 +29,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return sum(len(members) for members in self._classes.values())
 
+    @property
+    def first_priority(self) -> int:
+        """The lowest number of all that wait; at least one does."""
+        return self._priorities[0]
+
     def __iter__(self) -> Iterator[Sequence]:
         for priority in self._priorities:
             yield from self._classes[priority]
