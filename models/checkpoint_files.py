@@ -137,7 +137,7 @@ class CheckpointFiles:
         if not paths:
             raise WeightsError(_say_why_empty(self._folder))
         for path in paths:
-            for stored_name in self._file(path).keys():
+            for stored_name in self._file(path).offset_keys():
                 yield path, stored_name
 
     def _file(self, path: Path) -> Any:

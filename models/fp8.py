@@ -41,7 +41,7 @@ def quantize(weight_NK: Tensor, blocks: Fp8Config) -> tuple[Tensor, Tensor]:
     for row_block, first in enumerate(range(0, num_rows, blocks.block_rows)):
         rows = slice(first, first + blocks.block_rows)
         amax_K = weight_NK[rows].float().abs().amax(dim=0)
-        amax_C = torch.stack([part.max() for part in amax_K.split(blocks.block_columns)])
+        amax_C = torch.stack([part.max() for part in torch.split(amax_K, blocks.block_columns)])
         scale_RC[row_block] = torch.where(amax_C > 0, amax_C / E4M3_MAX, 1.0)
         scale_K = scale_RC[row_block].repeat_interleave(blocks.block_columns)[:num_columns]
         quantized[rows] = (weight_NK[rows].float() / scale_K).to(torch.float8_e4m3fn)

@@ -197,7 +197,7 @@ class DummyWeights:
         tensor = torch.empty(shape, dtype=dtype or self._dtype)
         generator = torch.Generator().manual_seed(_seed_of(self._seed, canonical_name(name)))
         # f32 in pieces of fixed size, then rounded: small memory, the same values in every dtype
-        for piece in tensor.view(-1).split(1 << 20):
+        for piece in torch.split(tensor.view(-1), 1 << 20):
             noise = torch.empty(piece.shape).uniform_(-1.0, 1.0, generator=generator)
             piece.copy_(noise.mul_(math.sqrt(3.0) * spread).add_(mean))
         return tensor
