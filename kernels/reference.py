@@ -134,9 +134,7 @@ class ReferenceKernels:
     def experts(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: Packed) -> Tensor:
         gate_up_EJH, down_EHI = packed
         y_TKH = torch.zeros(*ids_TK.shape, x_TH.shape[-1], device=x_TH.device)
-        for expert in ids_TK.unique().tolist():
-            if expert < 0:
-                continue
+        for expert in sorted(set(ids_TK.flatten().tolist()) - {-1}):
             rows_T, places_K = torch.where(ids_TK == expert)
             inner = self.swiglu(self.linear(x_TH[rows_T], gate_up_EJH[expert]))
             y_TKH[rows_T, places_K] = self.linear_f32(inner, down_EHI[expert])
@@ -201,7 +199,7 @@ def _mask_groups(choice_TE: Tensor, config: GateConfig) -> Tensor:
     """Set experts outside the best `num_selected_groups` groups to -inf."""
     if config.num_selected_groups == config.num_groups:
         return choice_TE
-    groups_TGE = choice_TE.unflatten(-1, (config.num_groups, -1))
+    groups_TGE = choice_TE.view(-1, config.num_groups, config.num_experts // config.num_groups)
     num_scored = min(2, groups_TGE.shape[-1]) if config.group_score == "top2_sum" else 1
     scores_TG = groups_TGE.topk(num_scored, dim=-1).values.sum(dim=-1)
     selected_TG = torch.zeros_like(scores_TG, dtype=torch.bool)

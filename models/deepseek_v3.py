@@ -40,6 +40,7 @@ class DeepseekV3:
         self._absorbed_max_query_tokens = absorbed_max_query_tokens
         embedding_shape = (config.vocab_size, config.hidden_size)
         self._embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
+        self.dtype = self._embedding_VH.dtype
         self._layers = [
             DecoderLayer(config, weights, index, kernels, experts)
             for index in range(config.num_layers)
@@ -50,9 +51,10 @@ class DeepseekV3:
             if config.tie_word_embeddings
             else weights.take("lm_head.weight", embedding_shape)
         )
-        self._cos_sin_SD = build_rope_table(
-            config.rope, config.qk_rope_head_dim, max_positions
-        ).to(self._embedding_VH.device)
+        weights.finish()
+        self._cos_sin_SD = build_rope_table(config.rope, config.qk_rope_head_dim, max_positions).to(
+            self._embedding_VH.device
+        )
 
     def forward(self, batch: ForwardBatch, cache: LatentCache) -> Tensor:
         """Run the tokens of a step and store their cache rows.

@@ -122,8 +122,8 @@ class LatentAttention:
             (c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
         )
         self._kv_b = kernels.pack_linear(kv_b)
-        key_NDR, value_NVR = kv_b.view(c.num_heads, -1, c.kv_lora_rank).split(
-            [c.qk_nope_head_dim, c.v_head_dim], dim=1
+        key_NDR, value_NVR = torch.split(
+            kv_b.view(c.num_heads, -1, c.kv_lora_rank), [c.qk_nope_head_dim, c.v_head_dim], dim=1
         )
         self._w_uk = kernels.pack_heads(key_NDR.contiguous())
         self._w_uv = kernels.pack_heads(value_NVR.transpose(1, 2).contiguous())
@@ -135,7 +135,7 @@ class LatentAttention:
         """Bring the rope rows of a projection into the kernels' order of pairs."""
         if self._config.rope.interleaved:
             return weight
-        heads_NDK = weight.unflatten(0, (num_heads, -1))
+        heads_NDK = weight.view(num_heads, -1, weight.shape[1])
         return interleave_rope_rows(heads_NDK, self._config.qk_rope_head_dim).flatten(0, 1)
 
     def __call__(
@@ -157,8 +157,8 @@ class LatentAttention:
             batch.slots_T,
             cache_PBC,
         )
-        q_nope_TND, q_rope_TND = q_TND.split(
-            [self._config.qk_nope_head_dim, self._config.qk_rope_head_dim], dim=-1
+        q_nope_TND, q_rope_TND = torch.split(
+            q_TND, [self._config.qk_nope_head_dim, self._config.qk_rope_head_dim], dim=-1
         )
         q_rope_TND = self._kernels.rope(q_rope_TND, batch.positions_T, cos_sin_SD)
         o_TNV = self._attend(q_nope_TND, q_rope_TND, plan, cache_PBC)
@@ -168,11 +168,11 @@ class LatentAttention:
         """Return queries `[T, N, D]`, not yet rotated, and the raw cache rows `[T, C]`."""
         c = self._config
         both = self._kernels.linear(x_TH, self._q_and_kv_a)
-        q, kv_TC = both.split([both.shape[1] - c.cache_row_width, c.cache_row_width], dim=1)
+        q, kv_TC = torch.split(both, [both.shape[1] - c.cache_row_width, c.cache_row_width], dim=1)
         if c.q_lora_rank is not None:
             q = self._kernels.rms_norm(q.contiguous(), self._q_norm, LATENT_NORM_EPS)
             q = self._kernels.linear(q, self._q_b)
-        return q.unflatten(1, (c.num_heads, c.qk_head_dim)), kv_TC.contiguous()
+        return torch.unflatten(q, 1, (c.num_heads, c.qk_head_dim)), kv_TC.contiguous()
 
     def _attend(
         self, q_nope_TND: Tensor, q_rope_TND: Tensor, plan: AttentionPlan, cache_PBC: Tensor
@@ -215,11 +215,13 @@ class LatentAttention:
         """Attend to the keys and values that kv_b_proj makes of one request's context."""
         c = self._config
         rows_SC = cache_PBC.flatten(0, 1)[context_slots_S]
-        latent_SR, k_rope_SD = rows_SC.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=1)
-        kv_SND = self._kernels.linear(latent_SR.contiguous(), self._kv_b).unflatten(
-            1, (c.num_heads, -1)
+        latent_SR, k_rope_SD = torch.split(rows_SC, [c.kv_lora_rank, c.qk_rope_head_dim], dim=1)
+        kv = self._kernels.linear(latent_SR.contiguous(), self._kv_b)
+        k_nope_SND, v_SNV = torch.split(
+            kv.view(-1, c.num_heads, c.qk_nope_head_dim + c.v_head_dim),
+            [c.qk_nope_head_dim, c.v_head_dim],
+            dim=-1,
         )
-        k_nope_SND, v_SNV = kv_SND.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         k_rope_SND = k_rope_SD[:, None].expand(-1, c.num_heads, -1)
         k_SND = torch.cat([k_nope_SND, k_rope_SND], dim=-1)
         return self._kernels.mla_prefill(q_TND, k_SND, v_SNV.contiguous(), c.softmax_scale)

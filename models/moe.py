@@ -64,6 +64,7 @@ class MixtureOfExperts:
             if config.num_shared_experts
             else None
         )
+        _leave_others(num_experts, weights, prefix, experts)
         packed = kernels.pack_experts(*_stack_experts(config, weights, prefix, experts))
         self._routed: RoutedExperts = LocalExperts(kernels, packed, experts, num_experts)
 
@@ -72,6 +73,13 @@ class MixtureOfExperts:
         ids_TK, weights_TK = self._kernels.gate(logits_TE, self._bias_E, self._gate)
         y_TH = self._routed(x_TH, ids_TK, weights_TK)
         return y_TH if self._shared is None else y_TH + self._shared(x_TH)
+
+
+def _leave_others(num_experts: int, weights: Weights, prefix: str, owned: range) -> None:
+    """Tell `weights` that other ranks read the experts that are not `owned`."""
+    for expert in set(range(num_experts)).difference(owned):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            weights.leave(f"{prefix}.experts.{expert}.{part}.weight")
 
 
 def _stack_experts(
