@@ -40,7 +40,7 @@ class DeepseekV3:
         self._absorbed_max_query_tokens = absorbed_max_query_tokens
         embedding_shape = (config.vocab_size, config.hidden_size)
         self._embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
-        self.dtype = self._embedding_VH.dtype
+        self.dtype, self.device = self._embedding_VH.dtype, self._embedding_VH.device
         self._layers = [
             DecoderLayer(config, weights, index, kernels, experts)
             for index in range(config.num_layers)
