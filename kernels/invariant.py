@@ -57,6 +57,7 @@ class InvariantKernels(ReferenceKernels):
         block_tables_BM: Tensor,
         softmax_scale: float,
         latent_rank: int,
+        first_key: int = 0,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, num_heads, _ = q_TNC.shape
         o_TNR = q_TNC.new_empty(num_tokens, num_heads, latent_rank)
@@ -69,6 +70,7 @@ class InvariantKernels(ReferenceKernels):
                 cache_PBC,
                 block_tables_BM[requests_T[slab]],
                 num_keys_T[slab],
+                first_key,
                 latent_rank,
             )
             o_TNR[slab] = o.to(q_TNC.dtype)
@@ -107,16 +109,21 @@ def _keys_of_queries(query_start_B1: Tensor, context_lens_B: Tensor) -> tuple[Te
 
 
 def _attend_by_blocks(
-    q_TNC: Tensor, cache_PBC: Tensor, tables_TM: Tensor, num_keys_T: Tensor, rank: int
+    q_TNC: Tensor,
+    cache_PBC: Tensor,
+    tables_TM: Tensor,
+    num_keys_T: Tensor,
+    first_key: int,
+    rank: int,
 ) -> tuple[Tensor, Tensor]:
     """Attend with scaled f32 queries, block after block: o `[T, N, rank]`, lse `[T, N]`, f32."""
     o_TNR = q_TNC.new_zeros(*q_TNC.shape[:2], rank)
     sum_TN1 = q_TNC.new_zeros(*q_TNC.shape[:2], 1)
     max_TN1 = torch.full_like(sum_TN1, -torch.inf)
-    offsets_S = torch.arange(BLOCK_TOKENS, device=q_TNC.device)
+    keys_S = torch.arange(BLOCK_TOKENS, device=q_TNC.device)
     for block in range(-(-int(num_keys_T.max()) // BLOCK_TOKENS)):
-        unseen_TS = offsets_S >= (num_keys_T - block * BLOCK_TOKENS)[:, None]
-        ids_T = tables_TM[:, block].long().masked_fill(unseen_TS[:, 0], 0)
+        unseen_TS = (keys_S >= num_keys_T[:, None]) | (keys_S < first_key)
+        ids_T = tables_TM[:, block].long().masked_fill(num_keys_T <= block * BLOCK_TOKENS, 0)
         rows_TSC = cache_PBC[ids_T].float().masked_fill(unseen_TS[..., None], 0.0)
         scores_TNS = torch.bmm(q_TNC, rows_TSC.transpose(1, 2))
         scores_TNS.masked_fill_(unseen_TS[:, None], -torch.inf)
@@ -127,5 +134,6 @@ def _attend_by_blocks(
         sum_TN1 = sum_TN1 * old_TN1 + p_TNS.sum(dim=-1, keepdim=True)
         o_TNR = o_TNR * old_TN1 + torch.bmm(p_TNS, rows_TSC[..., :rank])
         max_TN1 = new_max_TN1
+        keys_S = keys_S + BLOCK_TOKENS
     lse_TN = (max_TN1 + sum_TN1.log()).squeeze(-1)
     return o_TNR / sum_TN1.masked_fill(sum_TN1 == 0.0, 1.0), lse_TN

@@ -82,6 +82,7 @@ class ReferenceKernels:
         block_tables_BM: Tensor,
         softmax_scale: float,
         latent_rank: int,
+        first_key: int = 0,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, num_heads, _ = q_TNC.shape
         o_TNR = q_TNC.new_zeros(num_tokens, num_heads, latent_rank)
@@ -89,9 +90,9 @@ class ReferenceKernels:
         starts = query_start_B1.tolist()
         for b, context in enumerate(context_lens_B.tolist()):
             start, end = starts[b], starts[b + 1]
-            if start == end or context == 0:
+            if start == end or context <= first_key:
                 continue
-            rows_SC = gather_rows(cache_PBC, block_tables_BM[b], context)
+            rows_SC = gather_rows(cache_PBC, block_tables_BM[b], context)[first_key:]
             keys_S1C = rows_SC.float().unsqueeze(1)
             o, lse = _causal_attention(
                 q_TNC[start:end].float(), keys_S1C, keys_S1C[..., :latent_rank], softmax_scale
