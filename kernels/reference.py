@@ -48,7 +48,7 @@ class ReferenceKernels:
 
     def swiglu(self, gate_up_TJ: Tensor) -> Tensor:
         gate, up = gate_up_TJ.float().chunk(2, dim=-1)
-        return (gate * torch.sigmoid(gate) * up).to(gate_up_TJ.dtype)
+        return (gate * _sigmoid(gate) * up).to(gate_up_TJ.dtype)
 
     # -- attention -----------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class ReferenceKernels:
         self, logits_TE: Tensor, bias_E: Tensor | None, config: GateConfig
     ) -> tuple[Tensor, Tensor]:
         if config.scoring == "sigmoid":
-            scores_TE = torch.sigmoid(logits_TE)
+            scores_TE = _sigmoid(logits_TE)
         else:
             scores_TE = torch.softmax(logits_TE, dim=-1)
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -161,6 +161,11 @@ class ReferenceKernels:
         mixed = _splitmix64(rows_B[:, None] + tokens_V * _TOKEN_FACTOR)
         u = (_shift_right(mixed, 12).double() + 0.5) * 2.0**-52
         return (-torch.log(-torch.log(u))).float()
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x)); `torch.sigmoid` differs between vector bodies and tails."""
+    return 1.0 / (1.0 + torch.exp(-x))
 
 
 def gather_rows(cache_PBC: Tensor, blocks_M: Tensor, num_tokens: int) -> Tensor:

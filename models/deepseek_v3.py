@@ -40,7 +40,7 @@ class DeepseekV3:
         self._absorbed_max_query_tokens = absorbed_max_query_tokens
         embedding_shape = (config.vocab_size, config.hidden_size)
         self.embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
-        self.dtype = self.embedding_VH.dtype
+        self.dtype, self.device = self.embedding_VH.dtype, self.embedding_VH.device
         self._layers = [
             DecoderLayer(config, weights, index, kernels, experts)
             for index in range(config.num_layers)
@@ -53,7 +53,7 @@ class DeepseekV3:
         )
         weights.finish()
         self.cos_sin_SD = build_rope_table(config.rope, config.qk_rope_head_dim, max_positions).to(
-            self.embedding_VH.device
+            self.device
         )
 
     def forward(self, batch: ForwardBatch, cache: LatentCache) -> Tensor:
