@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from whalepod.server.errors import EngineLost, RequestRejected
 
 logger = logging.getLogger(__name__)
 
-STATUS_OF_CODE = {
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left; nobody reads it."""
+
+STATUS_OF_CODE: dict[str, int] = {
     "invalid_api_key": HTTPStatus.UNAUTHORIZED,
     "model_not_found": HTTPStatus.NOT_FOUND,
     "not_found": HTTPStatus.NOT_FOUND,
     "method_not_allowed": HTTPStatus.METHOD_NOT_ALLOWED,
     "body_too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    "request_timeout": HTTPStatus.REQUEST_TIMEOUT,
+    "client_left": CLIENT_CLOSED_REQUEST,
     "queue_full": HTTPStatus.TOO_MANY_REQUESTS,
     "engine_error": HTTPStatus.INTERNAL_SERVER_ERROR,
     "internal_error": HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -33,6 +39,7 @@ EXTRA_HEADERS: dict[str, dict[str, str]] = {
     "engine_lost": {"retry-after": "5"},
     # the rest of the body is not read: the connection cannot carry another request
     "body_too_large": {"connection": "close"},
+    "request_timeout": {"connection": "close"},
 }
 
 
@@ -88,6 +95,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(error.code, error.message, error.param)
         case EngineLost():
             return ApiError("engine_lost", f"the engine is not available: {error}")
+        case ClientDisconnect():
+            return ApiError("client_left", "the client left while it sent its request")
         case HTTPException():
             return _from_http_exception(error)
     logger.error("unexpected failure", exc_info=error)
@@ -100,14 +109,15 @@ def _from_http_exception(error: HTTPException) -> ApiError:
     return ApiError(code, error.detail, headers=error.headers)
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Make every error answer of the application an OpenAI-shaped one."""
+def install_error_handlers(app: FastAPI, count: Callable[[str], None]) -> None:
+    """Make every error answer of the application an OpenAI-shaped one; `count` gets its code."""
 
     def answer(request: Request, error: Exception) -> Response:
         api_error = as_api_error(error)
         if api_error.code in ("not_found", "method_not_allowed"):
             api_error.message = f"{request.method} {request.url.path}: {api_error.message}"
+        count(api_error.code)
         return api_error.response()
 
-    for kind in (ApiError, RequestRejected, EngineLost, HTTPException, Exception):
+    for kind in (ApiError, ClientDisconnect, RequestRejected, EngineLost, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -48,7 +48,7 @@ def create_app(
     for routes in (routes_generate, routes_models, routes_tokens, routes_health):
         app.include_router(routes.router)
     install_docs(app)
-    install_error_handlers(app)
+    install_error_handlers(app, gateway.metrics.count_error)
     # the last one added is the outermost
     if config.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from whalepod.server.gateway.api_errors import ApiError, invalid
-from whalepod.server.gateway.limits import MAX_JSON_DEPTH
+from whalepod.server.gateway.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -27,18 +28,23 @@ async def read_json(request: Request, schema: type[Schema], max_bytes: int) -> S
     return validate(schema, parse_json(await read_body(request, max_bytes)))
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
     """Collect the body and stop reading as soon as it is too large."""
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
     chunks = []
     if size <= max_bytes:
         size = 0
-        async for chunk in request.stream():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > max_bytes:
-                break
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > max_bytes:
+                        break
+        except TimeoutError:
+            message = f"the body did not arrive within {timeout_s:g} s"
+            raise ApiError("request_timeout", message) from None
     if size > max_bytes:
         raise ApiError("body_too_large", f"the body has more than {max_bytes} bytes")
     return b"".join(chunks)

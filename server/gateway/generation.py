@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from whalepod.scheduler.plan import TokenLogprob
-from whalepod.server.errors import EngineLost, RequestRejected
 from whalepod.server.gateway.api_errors import ApiError, as_api_error
 from whalepod.server.gateway.events import (
     Event,
@@ -164,19 +163,22 @@ async def _generate_one(
     upstream: Upstream, run: PromptRun, tokenizer: TextTokenizer, timer: RequestTimer
 ) -> AsyncGenerator[Event, None]:
     decoders = [ChoiceDecoder(run, i, tokenizer) for i in range(run.submit.num_sequences)]
-    prompt_logprobs: list[TokenLogprob] = []
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}
     num_cached = 0
     try:
         async with aclosing(upstream.submit(run.submit)) as outputs:
             async for output in outputs:
                 _raise_for_failure(output)
-                num_cached = max(num_cached, output.num_cached_tokens)
-                prompt_logprobs += output.prompt_logprobs
+                if output.index == 0:  # the others share the first one's prompt: no reuse
+                    num_cached = max(num_cached, output.num_cached_tokens)
+                if output.prompt_logprobs:
+                    prompt_logprobs.setdefault(output.index, []).extend(output.prompt_logprobs)
                 decoder = decoders[output.index]
                 if decoder.done or not (output.token_ids or output.finish_reason):
                     continue  # text after a stop string, or a chunk of the prompt
                 timer.tokens(run.first_index + output.index, len(output.token_ids))
-                for event in decoder.push(output, prompt_logprobs):
+                shared = next(iter(prompt_logprobs.values()), [])
+                for event in decoder.push(output, shared):
                     if isinstance(event, Finished):
                         timer.finished(event.reason)
                     yield event
@@ -184,7 +186,7 @@ async def _generate_one(
                     break
         if not all(decoder.done for decoder in decoders):
             raise ApiError("engine_error", "the engine ended the answer without a reason")
-    except (RequestRejected, EngineLost, ApiError) as error:
+    except Exception as error:  # a stream has begun: whatever fails must reach the client
         yield Failed(error=as_api_error(error))
         return
     yield UsageReady(
@@ -206,11 +208,9 @@ async def _merge(sources: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenerat
     queue: asyncio.Queue[Event | None] = asyncio.Queue(len(sources))
 
     async def pump(source: AsyncIterator[Event]) -> None:
-        try:
-            async for event in source:
-                await queue.put(event)
-        finally:
-            await queue.put(None)
+        async for event in source:  # it never raises: failures are events
+            await queue.put(event)
+        await queue.put(None)
 
     tasks = [asyncio.create_task(pump(source)) for source in sources]
     try:
@@ -221,7 +221,6 @@ async def _merge(sources: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenerat
                 num_live -= 1
             else:
                 yield event
-        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

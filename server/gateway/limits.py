@@ -14,6 +14,8 @@ MAX_NUM_TEST_STEPS = 16_384
 MAX_SHORT_TEXT_CHARS = 512
 """`user`, `cache_salt`, `model` and other names."""
 
+BODY_TIMEOUT_S = 60.0
+"""A body must have arrived by then: a client that sends a byte a second holds no connection."""
 START_WAIT_S = 0.25
 """How long a stream waits for a refusal before it answers 200 and sends its headers."""
 PING_INTERVAL_S = 15.0

@@ -87,6 +87,10 @@ class Metrics:
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(f"whalepod_{name}", text, [label], registry=self.registry)
 
+    def count_error(self, code: str) -> None:
+        """Count an error answer."""
+        self.errors.labels(code).inc()
+
     def render(self) -> bytes:
         """Return the text exposition of all series."""
         return generate_latest(self.registry)

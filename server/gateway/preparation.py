@@ -50,23 +50,24 @@ class Preparation:
         self._tokenizer = tokenizer
         self._default_params = default_params
         self._enable_test_hooks = enable_test_hooks
+        SamplingParams(**self._defaults())  # a bad default must not wait for the first request
 
     def chat(self, request: ChatRequest) -> list[PromptRun]:
         """Return the one run of a chat request."""
         _refuse_what_is_not_built(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
-        token_ids = self.chat_tokens(request.messages, request, request.tool_choice)
         asked = request.max_completion_tokens
         name = "max_tokens" if asked is None else "max_completion_tokens"
         max_tokens = request.max_tokens if asked is None else asked
+        if max_tokens is not None and max_tokens < 1:
+            raise invalid(name, f"{name} must be at least 1, got {max_tokens}")
+        token_ids = self.chat_tokens(request.messages, request, request.tool_choice)
         params = self._params(
             request,
             max_tokens=self._clamp(len(token_ids), max_tokens, "messages"),
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
-        if max_tokens is not None and max_tokens < 1:
-            raise invalid(name, f"{name} must be at least 1, got {max_tokens}")
         return [self._run(request, token_ids, params)]
 
     def completion(self, request: CompletionRequest) -> list[PromptRun]:
@@ -151,6 +152,9 @@ class Preparation:
             if not 0 <= bound < limit:
                 raise invalid(param, f"{param}: token id {bound} is outside of 0..{limit - 1}")
 
+    def _defaults(self) -> dict[str, Any]:
+        return dict(self._default_params)
+
     def _params(self, request: SamplingFields, **fields: Any) -> SamplingParams:
         named = {name: getattr(request, name) for name in _SAMPLING_NAMES}
         given = {name: value for name, value in named.items() if value is not None}
@@ -159,7 +163,7 @@ class Preparation:
         self.check_vocabulary(tuple(request.logit_bias or ()), "logit_bias")
         try:
             return SamplingParams(
-                **{**self._default_params, **given, **fields}, stop_token_ids=stop_token_ids
+                **{**self._defaults(), **given, **fields}, stop_token_ids=stop_token_ids
             )
         except ValueError as error:  # its message begins with the parameter's name
             raise invalid(str(error).partition(" ")[0], str(error)) from None

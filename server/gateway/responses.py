@@ -11,13 +11,13 @@ import orjson
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from whalepod.server.gateway.api_errors import CLIENT_CLOSED_REQUEST
 from whalepod.server.gateway.encoder import Encoder
 from whalepod.server.gateway.events import Event, Failed, fold
 from whalepod.server.gateway.limits import PING_INTERVAL_S, START_WAIT_S
 from whalepod.server.gateway.sse import PING
 
 Result = TypeVar("Result")
-CLIENT_CLOSED_REQUEST = 499
 
 
 async def respond(

@@ -29,7 +29,8 @@ TEMPLATE = """{{ bos_token }}{% for m in messages -%}
 {% if m.content == 'explode' %}{{ raise_exception('no explosions') }}{% endif -%}
 {% endfor -%}
 {% if tools %}[tools {{ tools | length }}]{% endif -%}
-{% if add_generation_prompt %}<｜Assistant｜>{{ '<think>' if thinking else '</think>' }}{% endif %}"""
+{% if add_generation_prompt %}<｜Assistant｜>{% endif -%}
+{% if add_generation_prompt %}{{ '<think>' if thinking else '</think>' }}{% endif %}"""
 CORPUS = [
     "The answer to the question is done. one two three, hello world, how are you?",
     "上海是一个城市。 naïve Münster 🙂 🎉 abc DEF GHI",
