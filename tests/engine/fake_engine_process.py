@@ -26,12 +26,23 @@ def build(config: EngineConfig) -> EngineCore:
         case "hangs":
             time.sleep(600)
     from tests.engine.fakes import FakeModel, make_core  # torch, which the others do not need
+    from whalepod.server.engine.core import EngineCore
 
     class SlowModel(FakeModel):
         def forward(self, batch, cache):  # type: ignore[no-untyped-def]
             time.sleep(0.01)  # so that a test can act while a request runs
             return super().forward(batch, cache)
 
+    class BrokenCore(EngineCore):
+        def step(self):  # type: ignore[no-untyped-def]
+            if self.has_work and self.stats.num_steps == 3:
+                raise RuntimeError("a bug in the loop")
+            return super().step()
+
+    if config.source.model == "crashes":
+        core = make_core()
+        core.__class__ = BrokenCore
+        return core
     return make_core(model=SlowModel() if config.source.model == "slow" else FakeModel())
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.engine.fakes import expected_answer
+from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.params import SamplingParams
-from whalepod.server.config import EngineConfig, ModelSource
+from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
+from whalepod.server.engine.local import Engine
 from whalepod.server.errors import EngineLost, StartupError
 from whalepod.server.launch import EngineProcess
 from whalepod.server.messages import SequenceOutput, Submit
@@ -117,6 +119,55 @@ def test_a_start_that_hangs_ends_at_its_deadline(folder_of_sockets: Path) -> Non
 
     assert time.monotonic() - started < 10
     assert list(folder_of_sockets.iterdir()) == []
+
+
+def test_a_bug_in_the_loop_fails_requests_with_its_own_words() -> None:
+    async def scenario(engine: EngineProcess) -> None:
+        async with engine.channel() as channel:
+            with pytest.raises(EngineLost, match="RuntimeError: a bug in the loop"):
+                await read_to_the_end(channel.submit(submit(ENDLESS)))
+
+    with process("crashes") as engine:
+        asyncio.run(scenario(engine))
+        wait_for_exit(engine)
+        assert engine.exit_reason() == "the engine process ended with exit code 1"
+
+
+def wait_for_exit(engine: EngineProcess, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while engine.exit_reason() is None:
+        assert time.monotonic() < deadline, f"the engine still lives after {timeout_s} s"
+        time.sleep(0.02)  # a poll with a deadline
+
+
+def test_a_real_engine_answers_as_in_process(tmp_path: Path) -> None:
+    folder = str(synthesize("v3-nano", tmp_path / "nano"))
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=8, ignore_eos=True)
+    device = DeviceConfig(kernels="reference", batch_invariant=True, num_threads=1)
+    source = ModelSource(model=folder, dtype="fp32")
+
+    async def ask(engine: EngineProcess) -> list[int]:
+        async with engine.channel() as channel:
+            outputs = [output async for output in channel.submit(submit(params))]
+        return [token_id for output in outputs for token_id in output.token_ids]
+
+    with EngineProcess(EngineConfig(source=source, device=device)) as engine:
+        assert engine.info.weights_bytes > 0
+        answer = asyncio.run(ask(engine))
+
+    with Engine(folder, dtype="fp32", batch_invariant=True, num_threads=1) as local:
+        (generation,) = local.generate([list(PROMPT)], params)
+    assert tuple(answer) == generation.token_ids
+
+
+def test_a_checkpoint_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    folder = synthesize("v3-nano", tmp_path / "nano")
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    engine = EngineProcess(EngineConfig(source=ModelSource(model=str(folder), dtype="fp32")))
+
+    with pytest.raises(StartupError, match=file.name), engine:
+        pass
 
 
 async def read_to_the_end(outputs: AsyncIterator[SequenceOutput]) -> None:
