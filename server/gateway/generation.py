@@ -165,6 +165,7 @@ async def _generate_one(
     decoders = [ChoiceDecoder(run, i, tokenizer) for i in range(run.submit.num_sequences)]
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}
     num_cached = 0
+    num_live = len(decoders)
     try:
         async with aclosing(upstream.submit(run.submit)) as outputs:
             async for output in outputs:
@@ -174,6 +175,7 @@ async def _generate_one(
                 if output.prompt_logprobs:
                     prompt_logprobs.setdefault(output.index, []).extend(output.prompt_logprobs)
                 decoder = decoders[output.index]
+                num_live -= output.finish_reason is not None
                 if decoder.done or not (output.token_ids or output.finish_reason):
                     continue  # text after a stop string, or a chunk of the prompt
                 timer.tokens(run.first_index + output.index, len(output.token_ids))
@@ -182,8 +184,8 @@ async def _generate_one(
                     if isinstance(event, Finished):
                         timer.finished(event.reason)
                     yield event
-                if all(decoder.done for decoder in decoders):
-                    break
+                if num_live and all(decoder.done for decoder in decoders):
+                    break  # all have their stop strings: closing aborts what still runs
         if not all(decoder.done for decoder in decoders):
             raise ApiError("engine_error", "the engine ended the answer without a reason")
     except Exception as error:  # a stream has begun: whatever fails must reach the client

@@ -102,8 +102,9 @@ class FakeEngine:
             ids = tuple(step)[:left]
             left -= len(ids)
             reason, stop_token = None, None
-            if ids and ids[-1] == self.eos and not request.params.ignore_eos:
-                reason, stop_token = "stop", self.eos
+            ends = (self.eos, *request.params.stop_token_ids)
+            if ids and ids[-1] in ends and not request.params.ignore_eos:
+                reason, stop_token = "stop", ids[-1]
             elif left == 0:
                 reason = "length"
             outputs.append(
