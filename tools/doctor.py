@@ -13,7 +13,6 @@ from whalepod.tools.machine import Machine, Package, inspect_machine, is_port_fr
 
 if TYPE_CHECKING:
     from whalepod.models.config import ModelConfig
-    from whalepod.tools.sizing import Fit
 
 EMBEDDED_MODEL = "tiny"
 
