@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 from whalepod.scheduler.errors import RequestRejected
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
@@ -59,13 +61,19 @@ class EngineCore:
         *,
         seed: int = 0,
         hooks: TestHooks | None = None,
+        journal: BinaryIO | None = None,
     ) -> None:
-        """Start idle. `seed` starts the generator of the seeds of requests that bring none."""
+        """Start idle.
+
+        seed     starts the generator of the seeds of requests that bring none
+        journal  the file that the scheduler records to; flushed when idle, closed at the end
+        """
         self.info = info
         self.is_stopping = False
         self._scheduler = scheduler
         self._runner = runner
         self._hooks = hooks
+        self._journal = journal
         self._seeds = random.Random(seed)
         self._scripts: dict[int, Script] = {}
         self._held: dict[int, SequenceOutput] = {}
@@ -103,6 +111,17 @@ class EngineCore:
             f"the runner keeps {self._runner.num_sequences} sequences, {num_live} are alive"
         )
         assert self.has_work == bool(self._live), f"has_work is {self.has_work} with {self._live}"
+
+    def rest(self) -> None:
+        """Use a pause: check the invariants, and put the journal on disk."""
+        self.check()
+        if self._journal is not None:
+            self._journal.flush()
+
+    def close(self) -> None:
+        """Close the journal."""
+        if self._journal is not None:
+            self._journal.close()
 
     # -- messages in ----------------------------------------------------------------------------
 
@@ -208,6 +227,9 @@ class EngineCore:
 
     def step(self) -> StepOutputs | None:
         """Run one step and return its outputs, perhaps none; None when nothing could run."""
+        if not self.has_work:
+            return None
+        self._scheduler.note_clock(time.monotonic_ns() // 1000)
         plan = self._scheduler.step()
         if plan is None:
             return None

@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 def serve(core: EngineCore, server: EngineServer, should_stop: Callable[[], bool]) -> None:
     """Run the loop until a Shutdown comes or `should_stop`: receive, step, send.
 
-    Without work it sleeps until a message wakes it, and checks its invariants while it does.
+    Without work it sleeps until a message wakes it, and checks itself while it does.
     """
-    was_checked = False
+    has_rested = False
     while not core.is_stopping and not should_stop():
         messages = server.receive(wait=not core.has_work)
-        if not messages and not core.has_work and not was_checked:
-            core.check()
-            was_checked = True
+        if not messages and not core.has_work and not has_rested:
+            core.rest()
+            has_rested = True
         for reply in core.receive(messages):
             server.send(reply)
         outputs = core.step()
         if outputs is not None:
-            was_checked = False
+            has_rested = False
             server.send(outputs)
 
 

@@ -165,22 +165,24 @@ def _top_k(x_BV: Tensor, top_ks: list[int]) -> Tensor:
 
 def _top_p(x_BV: Tensor, top_ps: list[float]) -> Tensor:
     """Keep the likeliest tokens until their probabilities reach top-p, at least one."""
+    logprobs_BV = x_BV.log_softmax(dim=-1)
     top_p_B = torch.tensor(top_ps, dtype=torch.float64)
-    num_candidates = min(NUCLEUS_CANDIDATES, x_BV.shape[1])
-    limit_B, mass_B = _nucleus(x_BV, top_p_B, num_candidates)
-    if num_candidates < x_BV.shape[1] and (large := (mass_B < top_p_B).nonzero()[:, 0]).numel():
-        limit_B[large], _ = _nucleus(x_BV[large], top_p_B[large], x_BV.shape[1])
-    return _cut_below(x_BV, limit_B)
+    vocab_size = x_BV.shape[1]
+    num_candidates = min(NUCLEUS_CANDIDATES, vocab_size)
+    limit_B, mass_B = _nucleus(logprobs_BV, top_p_B, num_candidates)
+    large = (mass_B < top_p_B).nonzero()[:, 0]
+    if num_candidates < vocab_size and large.numel():
+        limit_B[large], _ = _nucleus(logprobs_BV[large], top_p_B[large], vocab_size)
+    return x_BV.masked_fill_(logprobs_BV < limit_B[:, None], -torch.inf)
 
 
-def _nucleus(x_BV: Tensor, top_p_B: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest kept value and the mass of the candidates, per row.
+def _nucleus(logprobs_BV: Tensor, top_p_B: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """Return the smallest log-probability kept and the mass of the candidates, per row.
 
     Sums run in f64 and in order of size, so they do not depend on the number of candidates.
     """
-    values_BK = x_BV.topk(num_candidates, dim=-1).values
-    total_B1 = x_BV.logsumexp(dim=-1, keepdim=True)
-    mass_BK = (values_BK - total_B1).double().exp().cumsum(dim=-1)
+    values_BK = logprobs_BV.topk(num_candidates, dim=-1).values
+    mass_BK = values_BK.double().exp().cumsum(dim=-1)
     last_B = (mass_BK < top_p_B[:, None]).sum(dim=-1).clamp_max(num_candidates - 1)
     return values_BK.gather(1, last_B[:, None])[:, 0], mass_BK[:, -1]
 
