@@ -1,0 +1,225 @@
+"""Where a model's tensors come from: a checkpoint, or a seed.
+
+The model asks for each tensor by its Hugging Face name and the shape that it needs, and calls
+`finish()` when it has them all. What is missing, left over or of another shape stops the start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from whalepod.models.checkpoint_files import (
+    CheckpointFiles,
+    TensorHeader,
+    WeightsError,
+    canonical_name,
+)
+from whalepod.models.config import ModelConfig
+from whalepod.models.fp8 import dequantize, scale_shape
+
+__all__ = ["CheckpointWeights", "DummyWeights", "Weights", "WeightsError", "mtp_layer"]
+
+SCALE_SUFFIX = "_scale_inv"
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+class Weights(Protocol):
+    """Hands out tensors by Hugging Face name (`model.layers.0.input_layernorm.weight`)."""
+
+    bytes_read: int
+    """Bytes of the distinct tensors taken so far, as stored, scales included."""
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor `name` in `dtype` (None: the model's).
+
+        The result may be a view of a memory-mapped file: do not write into it. A tensor may be
+        taken more than once (tied embeddings, modules that share weights).
+        Raises WeightsError when the tensor is missing or does not have `shape`.
+        """
+
+    def leave(self, name: str) -> None:
+        """Say that another rank holds this tensor: it is not read, and `finish` accepts that."""
+
+    def finish(self) -> None:
+        """Raise WeightsError if a tensor of the main model was neither taken nor left.
+
+        Tensors of multi-token-prediction layers may be taken before or after.
+        """
+
+
+def mtp_layer(name: str, config: ModelConfig) -> int | None:
+    """Return which multi-token-prediction layer a tensor belongs to; None: the main model.
+
+    Layer `num_layers + i` of the checkpoint is MTP layer i, whatever prefix the name carries.
+    """
+    match = _LAYER.match(canonical_name(name))
+    index = int(match[1]) - config.num_layers if match else -1
+    return index if 0 <= index < config.num_mtp_layers else None
+
+
+class CheckpointWeights:
+    """Reads a checkpoint folder in Hugging Face layout; FP8 blocks are dequantised on the way.
+
+    Only the tensors that are taken are read. `progress` is called with (bytes read so far, bytes
+    of all files). Raises WeightsError when the folder's files are broken.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.bytes_read = 0
+        self._config = config
+        self._dtype = dtype
+        self._progress = progress
+        self._files = CheckpointFiles(folder)
+        self._settled: set[str] = set()
+        self._read: set[str] = set()
+        for name in self._files:
+            self._refuse_lone_scale(name)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        header = self._files.header(name)
+        if header.shape != shape:
+            raise WeightsError(
+                f"{header} has shape {list(header.shape)}, config.json asks for {list(shape)}"
+            )
+        dtype = dtype or self._dtype
+        if self._is_quantized(name, header):
+            tensor = self._dequantize(name, header, dtype)
+        else:
+            tensor = self._read_tensor(name, header).to(dtype)
+        self._settle(name)
+        return tensor
+
+    def leave(self, name: str) -> None:
+        self._files.header(name)
+        self._settle(name)
+
+    def finish(self) -> None:
+        unexpected = [name for name in self._files if not self._is_accounted_for(name)]
+        if unexpected:
+            header = self._files.header(unexpected[0])
+            more = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""
+            raise WeightsError(
+                f"{header} of shape {list(header.shape)} is unexpected{more}: "
+                "the model that config.json describes has no place for it"
+            )
+        if self._progress:
+            self._progress(self._files.num_bytes, self._files.num_bytes)
+
+    def mtp_names(self) -> tuple[str, ...]:
+        """Return the stored tensors of multi-token-prediction layers, without `model.` in front."""
+        return tuple(name for name in self._files if mtp_layer(name, self._config) is not None)
+
+    def _is_quantized(self, name: str, header: TensorHeader) -> bool:
+        has_scale = name + SCALE_SUFFIX in self._files
+        is_fp8 = header.dtype is torch.float8_e4m3fn
+        if has_scale and not is_fp8:
+            raise WeightsError(f"{header} is {header.dtype} but has a {SCALE_SUFFIX} beside it")
+        if is_fp8 and not has_scale:
+            raise WeightsError(f"{header} is e4m3 but has no {SCALE_SUFFIX} beside it")
+        return is_fp8
+
+    def _dequantize(self, name: str, header: TensorHeader, dtype: torch.dtype) -> Tensor:
+        blocks = self._config.fp8
+        if blocks is None:
+            raise WeightsError(
+                f"{header} is e4m3, but config.json has no quantization_config with its block size"
+            )
+        if len(header.shape) != 2:
+            raise WeightsError(f"{header} is e4m3 with shape {list(header.shape)}, not a matrix")
+        scale_header = self._files.header(name + SCALE_SUFFIX)
+        expected = scale_shape(header.shape, blocks)
+        if scale_header.shape != expected or scale_header.dtype is not torch.float32:
+            raise WeightsError(
+                f"{scale_header} is {scale_header.dtype} {list(scale_header.shape)}; "
+                f"a weight of {list(header.shape)} needs torch.float32 {list(expected)}"
+            )
+        scale_RC = self._read_tensor(name + SCALE_SUFFIX, scale_header)
+        return dequantize(self._read_tensor(name, header), scale_RC, blocks, dtype)
+
+    def _read_tensor(self, name: str, header: TensorHeader) -> Tensor:
+        tensor = self._files.read(header)
+        if canonical_name(name) not in self._read:
+            self._read.add(canonical_name(name))
+            self.bytes_read += header.num_bytes
+            if self._progress:
+                self._progress(self.bytes_read, self._files.num_bytes)
+        return tensor
+
+    def _settle(self, name: str) -> None:
+        self._settled |= {canonical_name(name), canonical_name(name) + SCALE_SUFFIX}
+
+    def _is_accounted_for(self, name: str) -> bool:
+        return (
+            name in self._settled
+            or mtp_layer(name, self._config) is not None
+            # old conversions store the rotary frequencies, which follow from the config
+            or name.endswith("rotary_emb.inv_freq")
+            or (name == "lm_head.weight" and self._config.tie_word_embeddings)
+        )
+
+    def _refuse_lone_scale(self, name: str) -> None:
+        if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) not in self._files:
+            header = self._files.header(name)
+            raise WeightsError(f"{header} scales a weight that is not in the checkpoint")
+
+
+class DummyWeights:
+    """Makes seeded random tensors in place of a checkpoint (`--load-format dummy`).
+
+    A tensor's values depend on the seed and its name alone, not on the order of takes, and differ
+    between dtypes by rounding only. Their scale keeps logits and routers from degenerating: norms
+    near 1, projections 1 / sqrt(fan in).
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, seed: int) -> None:
+        self.bytes_read = 0
+        self._dtype = dtype
+        self._seed = seed
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Make the tensor; every shape is accepted."""
+        mean, spread = _moments(canonical_name(name), shape)
+        tensor = torch.empty(shape, dtype=dtype or self._dtype)
+        generator = torch.Generator().manual_seed(_seed_of(self._seed, canonical_name(name)))
+        # f32 in pieces of fixed size, then rounded: small memory, the same values in every dtype
+        for piece in torch.split(tensor.view(-1), 1 << 20):
+            noise = torch.empty(piece.shape).uniform_(-1.0, 1.0, generator=generator)
+            piece.copy_(noise.mul_(math.sqrt(3.0) * spread).add_(mean))
+        return tensor
+
+    def leave(self, name: str) -> None:
+        """Do nothing: what is not taken is not made."""
+
+    def finish(self) -> None:
+        """Do nothing: there is no file that could hold more."""
+
+
+def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return mean and standard deviation of a dummy tensor."""
+    if name.endswith("e_score_correction_bias"):
+        return 0.0, 0.02
+    if len(shape) == 1:  # the weight of a norm
+        return 1.0, 0.1
+    if name.endswith("embed_tokens.weight"):
+        return 0.0, 1.0
+    return 0.0, 1.0 / math.sqrt(shape[-1])
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
