@@ -132,6 +132,7 @@ class Kernels(Protocol):
         block_tables_BM: Tensor,
         softmax_scale: float,
         latent_rank: int,
+        first_key: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Attend with absorbed queries over the paged latent cache.
 
@@ -141,6 +142,7 @@ class Kernels(Protocol):
         context_lens_B  [B]        int32; tokens in the cache, this step's included (0: no keys)
         block_tables_BM [B, M]     int32; entries at or past ceil(context / 64) may be garbage
         latent_rank     R: the values are the first R columns of a row
+        first_key       keys before it are masked, whatever their rows hold (MTP's slot 0)
         returns         o [T, N, R] model dtype and lse [T, N] f32, natural logarithm
 
         Causal and right-aligned: query j of request b sees keys up to context - num_queries + j.

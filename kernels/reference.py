@@ -48,7 +48,7 @@ class ReferenceKernels:
 
     def swiglu(self, gate_up_TJ: Tensor) -> Tensor:
         gate, up = gate_up_TJ.float().chunk(2, dim=-1)
-        return (gate * torch.sigmoid(gate) * up).to(gate_up_TJ.dtype)
+        return (gate * _sigmoid(gate) * up).to(gate_up_TJ.dtype)
 
     # -- attention -----------------------------------------------------------------------------
 
@@ -82,6 +82,7 @@ class ReferenceKernels:
         block_tables_BM: Tensor,
         softmax_scale: float,
         latent_rank: int,
+        first_key: int = 0,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, num_heads, _ = q_TNC.shape
         o_TNR = q_TNC.new_zeros(num_tokens, num_heads, latent_rank)
@@ -89,9 +90,9 @@ class ReferenceKernels:
         starts = query_start_B1.tolist()
         for b, context in enumerate(context_lens_B.tolist()):
             start, end = starts[b], starts[b + 1]
-            if start == end or context == 0:
+            if start == end or context <= first_key:
                 continue
-            rows_SC = gather_rows(cache_PBC, block_tables_BM[b], context)
+            rows_SC = gather_rows(cache_PBC, block_tables_BM[b], context)[first_key:]
             keys_S1C = rows_SC.float().unsqueeze(1)
             o, lse = _causal_attention(
                 q_TNC[start:end].float(), keys_S1C, keys_S1C[..., :latent_rank], softmax_scale
@@ -117,7 +118,7 @@ class ReferenceKernels:
         self, logits_TE: Tensor, bias_E: Tensor | None, config: GateConfig
     ) -> tuple[Tensor, Tensor]:
         if config.scoring == "sigmoid":
-            scores_TE = torch.sigmoid(logits_TE)
+            scores_TE = _sigmoid(logits_TE)
         else:
             scores_TE = torch.softmax(logits_TE, dim=-1)
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -160,6 +161,11 @@ class ReferenceKernels:
         mixed = _splitmix64(rows_B[:, None] + tokens_V * _TOKEN_FACTOR)
         u = (_shift_right(mixed, 12).double() + 0.5) * 2.0**-52
         return (-torch.log(-torch.log(u))).float()
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x)); `torch.sigmoid` differs between vector bodies and tails."""
+    return 1.0 / (1.0 + torch.exp(-x))
 
 
 def gather_rows(cache_PBC: Tensor, blocks_M: Tensor, num_tokens: int) -> Tensor:

@@ -39,21 +39,21 @@ class DeepseekV3:
         self._kernels = kernels
         self._absorbed_max_query_tokens = absorbed_max_query_tokens
         embedding_shape = (config.vocab_size, config.hidden_size)
-        self._embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
-        self.dtype = self._embedding_VH.dtype
+        self.embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
+        self.dtype, self.device = self.embedding_VH.dtype, self.embedding_VH.device
         self._layers = [
             DecoderLayer(config, weights, index, kernels, experts)
             for index in range(config.num_layers)
         ]
         self._norm_H = weights.take("model.norm.weight", (config.hidden_size,))
         self._head = kernels.pack_linear(
-            self._embedding_VH
+            self.embedding_VH
             if config.tie_word_embeddings
             else weights.take("lm_head.weight", embedding_shape)
         )
         weights.finish()
-        self._cos_sin_SD = build_rope_table(config.rope, config.qk_rope_head_dim, max_positions).to(
-            self._embedding_VH.device
+        self.cos_sin_SD = build_rope_table(config.rope, config.qk_rope_head_dim, max_positions).to(
+            self.device
         )
 
     def forward(self, batch: ForwardBatch, cache: LatentCache) -> Tensor:
@@ -63,7 +63,7 @@ class DeepseekV3:
         `logits` and the multi-token-prediction module take.
         """
         plan = plan_attention(batch, self._absorbed_max_query_tokens)
-        residual_TH = self._embedding_VH[batch.token_ids_T]
+        residual_TH = self.embedding_VH[batch.token_ids_T]
         x_TH = self._kernels.rms_norm(
             residual_TH, self._layers[0].input_norm_H, self.config.rms_norm_eps
         )
@@ -76,7 +76,7 @@ class DeepseekV3:
                 batch,
                 plan,
                 cache.layer(index),
-                self._cos_sin_SD,
+                self.cos_sin_SD,
             )
         return x_TH
 
@@ -101,7 +101,7 @@ class DecoderLayer:
         self._kernels = kernels
         self._eps = config.rms_norm_eps
         self.input_norm_H = weights.take(f"{prefix}.input_layernorm.weight", (hidden,))
-        self._attention = LatentAttention(config, weights, f"{prefix}.self_attn", kernels)
+        self.attention = LatentAttention(config, weights, f"{prefix}.self_attn", kernels)
         self._post_attention_norm_H = weights.take(
             f"{prefix}.post_attention_layernorm.weight", (hidden,)
         )
@@ -131,7 +131,7 @@ class DecoderLayer:
         The norm that follows the layer is fused with the layer's last addition.
         """
         add_norm = self._kernels.add_rms_norm
-        x_TH = self._attention(x_TH, batch, plan, cache_PBC, cos_sin_SD)
+        x_TH = self.attention(x_TH, batch, plan, cache_PBC, cos_sin_SD)
         x_TH, residual_TH = add_norm(x_TH, residual_TH, self._post_attention_norm_H, self._eps)
         x_TH = self._mlp(x_TH)
         return add_norm(x_TH, residual_TH, next_norm_H, self._eps)

@@ -51,6 +51,8 @@ class AttentionPlan:
 
     absorbed: AbsorbedRequests | None
     expanded: tuple[ExpandedRequest, ...]
+    first_key: int = 0
+    """Keys before it are masked: 1 in multi-token-prediction layers, whose slot 0 has no row."""
 
 
 def plan_attention(batch: ForwardBatch, absorbed_max_query_tokens: int) -> AttentionPlan:
@@ -148,21 +150,37 @@ class LatentAttention:
     ) -> Tensor:
         """Store the tokens' latent rows, then attend: `[T, H]` -> `[T, H]`, model dtype."""
         q_TND, kv_TC = self._project(x_TH)
-        self._kernels.write_latent(
-            kv_TC,
-            self._kv_norm_R,
-            LATENT_NORM_EPS,
-            batch.positions_T,
-            cos_sin_SD,
-            batch.slots_T,
-            cache_PBC,
-        )
+        self._write(kv_TC, batch.positions_T, batch.slots_T, cache_PBC, cos_sin_SD)
         q_nope_TND, q_rope_TND = torch.split(
             q_TND, [self._config.qk_nope_head_dim, self._config.qk_rope_head_dim], dim=-1
         )
         q_rope_TND = self._kernels.rope(q_rope_TND, batch.positions_T, cos_sin_SD)
         o_TNV = self._attend(q_nope_TND, q_rope_TND, plan, cache_PBC)
         return self._kernels.linear(o_TNV.flatten(1), self._o)
+
+    def write_rows(
+        self,
+        x_TH: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
+    ) -> None:
+        """Store the tokens' latent rows only: what a layer needs whose output nobody reads."""
+        kv_TC = self._kernels.linear(x_TH, self._q_and_kv_a)[:, -self._config.cache_row_width :]
+        self._write(kv_TC.contiguous(), positions_T, slots_T, cache_PBC, cos_sin_SD)
+
+    def _write(
+        self,
+        kv_TC: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
+    ) -> None:
+        self._kernels.write_latent(
+            kv_TC, self._kv_norm_R, LATENT_NORM_EPS, positions_T, cos_sin_SD, slots_T, cache_PBC
+        )
 
     def _project(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries `[T, N, D]`, not yet rotated, and the raw cache rows `[T, C]`."""
@@ -179,12 +197,12 @@ class LatentAttention:
     ) -> Tensor:
         absorbed = plan.absorbed
         if absorbed is not None and absorbed.tokens_T is None:
-            return self._absorbed(q_nope_TND, q_rope_TND, absorbed, cache_PBC)
+            return self._absorbed(q_nope_TND, q_rope_TND, absorbed, plan.first_key, cache_PBC)
         o_TNV = q_rope_TND.new_empty(*q_rope_TND.shape[:2], self._config.v_head_dim)
         if absorbed is not None:
             tokens_T = absorbed.tokens_T
             o_TNV[tokens_T] = self._absorbed(
-                q_nope_TND[tokens_T], q_rope_TND[tokens_T], absorbed, cache_PBC
+                q_nope_TND[tokens_T], q_rope_TND[tokens_T], absorbed, plan.first_key, cache_PBC
             )
         for request in plan.expanded:
             q_TND = torch.cat([q_nope_TND[request.tokens], q_rope_TND[request.tokens]], dim=-1)
@@ -196,6 +214,7 @@ class LatentAttention:
         q_nope_TND: Tensor,
         q_rope_TND: Tensor,
         requests: AbsorbedRequests,
+        first_key: int,
         cache_PBC: Tensor,
     ) -> Tensor:
         """Attend in the latent space: (q W_UK) K^T, then (softmax V) W_UV."""
@@ -208,6 +227,7 @@ class LatentAttention:
             requests.block_tables_BM,
             self._config.softmax_scale,
             self._config.kv_lora_rank,
+            first_key,
         )
         return self._kernels.heads(o_TNR, self._w_uv)
 
