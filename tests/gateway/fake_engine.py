@@ -34,6 +34,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     num_cached_tokens: int = 0
     answers_pings: bool = True
+    step_delay_s: float = 0.0
 
     @property
     def info(self) -> EngineInfo:
@@ -75,7 +76,7 @@ class FakeEngine:
                 for outputs in sequences:
                     if step < len(outputs):
                         yield outputs[step]
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.step_delay_s)
             ended = True
         finally:
             self.running.discard(request.request_id)
