@@ -312,6 +312,22 @@ def test_own_first_answer_is_not_a_cache_hit(has_cache: bool) -> None:
     assert scheduler.stats().prompt_tokens == 14
 
 
+def test_answer_does_not_fork_a_sibling_whose_own_rows_are_still_to_be_copied() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    engine = SimulatedEngine(scheduler)
+    scheduler.add(make_request("a", [1, 2], n=2, ignore_eos=True))
+    engine.run_step()
+    for name in ("high", "higher"):
+        scheduler.add(make_request(name, [3], max_tokens=1, priority=-1))
+    engine.run_step()
+    plan = engine.step()
+    assert plan is not None
+    assert [row.sequence_id for row in plan.rows] == [0]
+    assert len(plan.copies) == 1
+    engine.finish(plan)
+    engine.run()
+
+
 # ---- preemption and priority
 
 
