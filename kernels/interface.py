@@ -63,7 +63,10 @@ class Kernels(Protocol):
     # -- dense ---------------------------------------------------------------------------------
 
     def pack_linear(self, weight_NK: Tensor) -> Packed:
-        """Prepare a weight `[N, K]` of the model dtype for `linear`; it may stay as it is."""
+        """Prepare a weight `[N, K]` for `linear` and `linear_f32`; it may stay as it is.
+
+        Of the model dtype, or f32 in a bf16 model (the router's, used with f32 inputs).
+        """
         ...
 
     def linear(self, x_TK: Tensor, weight: Packed) -> Tensor:
@@ -71,7 +74,10 @@ class Kernels(Protocol):
         ...
 
     def linear_f32(self, x_TK: Tensor, weight: Packed) -> Tensor:
-        """Return x W^T as f32 `[T, N]`: the output head and the router need unrounded sums."""
+        """Return x W^T as f32 `[T, N]`: the output head and the router need unrounded sums.
+
+        `x_TK` has the dtype of the weight.
+        """
         ...
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -126,14 +132,18 @@ class Kernels(Protocol):
         context_lens_B: Tensor,
         block_tables_BM: Tensor,
         softmax_scale: float,
+        latent_rank: int,
+        first_key: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with absorbed queries over the paged latent cache (values: first R columns).
+        """Attend with absorbed queries over the paged latent cache.
 
         q_TNC           [T, N, C]  model dtype: R absorbed values, then the rotated rope query
         cache_PBC       [P, 64, C] model dtype; unused rows may hold NaN
         query_start_B1  [B + 1]    int32; request b owns tokens start[b] .. start[b+1]
         context_lens_B  [B]        int32; tokens in the cache, this step's included (0: no keys)
         block_tables_BM [B, M]     int32; entries at or past ceil(context / 64) may be garbage
+        latent_rank     R: the values are the first R columns of a row
+        first_key       keys before it are masked, whatever their rows hold (MTP's slot 0)
         returns         o [T, N, R] model dtype and lse [T, N] f32, natural logarithm
 
         Causal and right-aligned: query j of request b sees keys up to context - num_queries + j.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -27,3 +28,15 @@ class ForwardBatch:
     context_lens_B: Tensor
     block_tables_BM: Tensor
     max_query_tokens: int
+
+    def to(self, device: torch.device) -> ForwardBatch:
+        """Return the batch on `device`."""
+        return ForwardBatch(
+            token_ids_T=self.token_ids_T.to(device),
+            positions_T=self.positions_T.to(device),
+            slots_T=self.slots_T.to(device),
+            query_start_B1=self.query_start_B1.to(device),
+            context_lens_B=self.context_lens_B.to(device),
+            block_tables_BM=self.block_tables_BM.to(device),
+            max_query_tokens=self.max_query_tokens,
+        )

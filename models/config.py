@@ -21,24 +21,40 @@ class RopeConfig:
     """Rotary embedding, with YaRN's stretch when `factor` > 1 (YaRN paper; DeepSeek-V2 report)."""
 
     theta: float = 10000.0
+    interleaved: bool = True
+    """Pairs are (x[2i], x[2i+1]); False: (x[i], x[i + D/2])."""
+    is_yarn: bool = False
     factor: float = 1.0
     original_max_positions: int = 4096
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale: float = 1.0
+    mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    """Replaces what YaRN derives from `factor` for cosines and sines."""
+    truncate: bool = True
+    """Round the borders of YaRN's ramp to whole dimensions."""
+
+    def __post_init__(self) -> None:
+        if self.theta <= 1.0 or self.factor <= 0.0 or self.original_max_positions < 1:
+            raise ConfigError(
+                f"rope: theta ({self.theta}) must be > 1, factor ({self.factor}) > 0 and "
+                f"original_max_position_embeddings ({self.original_max_positions}) >= 1"
+            )
 
     @property
     def softmax_factor(self) -> float:
-        """What YaRN multiplies into the softmax scale: mscale squared (reference: V3's model.py)."""
+        """What YaRN multiplies into the softmax scale (DeepSeek-V3's inference code)."""
         return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     @property
     def table_factor(self) -> float:
-        """What YaRN multiplies into cosines and sines."""
-        if not self.mscale_all_dim:
-            return self._mscale(1.0)
-        return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        """What YaRN multiplies into cosines and sines (transformers' rule for missing keys)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
 
     def _mscale(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
@@ -149,7 +165,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_dense_layers=reader.integer("first_k_dense_replace", 0) if num_experts else num_layers,
         gate=_parse_gate(reader, model_type, num_experts) if num_experts else None,
         has_gate_bias=raw.get("topk_method", _default_method(model_type)) == "noaux_tc",
-        rope=_parse_rope(reader),
+        rope=_parse_rope(reader, model_type),
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
         max_position_embeddings=reader.integer("max_position_embeddings"),
         tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
@@ -171,18 +187,16 @@ def _parse_gate(reader: _Reader, model_type: str, num_experts: int) -> GateConfi
         "topk_method", ("noaux_tc", "greedy", "group_limited_greedy"), _default_method(model_type)
     )
     grouped = method != "greedy"
+    scoring = reader.choice(
+        "scoring_func", ("sigmoid", "softmax"), "sigmoid" if is_v3 else "softmax"
+    )
     try:
         return GateConfig(
             num_experts=num_experts,
             num_experts_per_token=reader.integer("num_experts_per_tok"),
             num_groups=reader.integer("n_group", 1) if grouped else 1,
             num_selected_groups=reader.integer("topk_group", 1) if grouped else 1,
-            scoring="sigmoid"
-            if reader.choice(
-                "scoring_func", ("sigmoid", "softmax"), "sigmoid" if is_v3 else "softmax"
-            )
-            == "sigmoid"
-            else "softmax",
+            scoring="sigmoid" if scoring == "sigmoid" else "softmax",
             group_score="top2_sum" if method == "noaux_tc" else "max",
             normalize_weights=reader.boolean("norm_topk_prob", is_v3),
             scaling_factor=reader.number("routed_scaling_factor", 1.0),
@@ -191,26 +205,33 @@ def _parse_gate(reader: _Reader, model_type: str, num_experts: int) -> GateConfi
         raise ConfigError(f"config.json: {error}") from None
 
 
-def _parse_rope(reader: _Reader) -> RopeConfig:
-    """Accept both spellings: `rope_scaling` + `rope_theta`, and transformers 5's `rope_parameters`."""
+def _parse_rope(reader: _Reader, model_type: str) -> RopeConfig:
+    """Accept `rope_scaling` + `rope_theta`, and `rope_parameters` of transformers 5."""
     scaling = reader.raw.get("rope_scaling") or reader.raw.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
         raise ConfigError(f"rope_scaling must be an object, got {scaling!r}")
     inner = _Reader(scaling)
     theta = inner.number("rope_theta", reader.number("rope_theta", 10000.0))
+    interleaved = reader.boolean("rope_interleave", True) or model_type == "deepseek_v2"
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, interleaved=interleaved)
     if kind != "yarn":
         raise ConfigError(f"rope_scaling type is {kind!r}; 'yarn' or none is served")
+    max_positions = reader.integer("max_position_embeddings")
+    original = inner.integer("original_max_position_embeddings", max_positions)
     return RopeConfig(
         theta=theta,
-        factor=inner.number("factor"),
-        original_max_positions=inner.integer("original_max_position_embeddings", 4096),
-        beta_fast=inner.number("beta_fast", 32.0),
-        beta_slow=inner.number("beta_slow", 1.0),
-        mscale=inner.number("mscale", 1.0),
+        interleaved=interleaved,
+        is_yarn=True,
+        factor=inner.number("factor", max_positions / max(original, 1)),
+        original_max_positions=original,
+        beta_fast=inner.number("beta_fast", 32.0) or 32.0,
+        beta_slow=inner.number("beta_slow", 1.0) or 1.0,
+        mscale=inner.number("mscale", 0.0),
         mscale_all_dim=inner.number("mscale_all_dim", 0.0),
+        attention_factor=inner.optional_number("attention_factor"),
+        truncate=inner.boolean("truncate", True),
     )
 
 
@@ -259,14 +280,19 @@ class _Reader:
             raise ConfigError(f"config.json: {key} must be a number, got {value!r}")
         return float(value)
 
+    def optional_number(self, key: str) -> float | None:
+        return None if self.raw.get(key) is None else self.number(key)
+
     def boolean(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key, default)
+        value = self.raw.get(key)
+        value = default if value is None else value
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
         return value
 
     def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
-        value = self.raw.get(key, default)
+        value = self.raw.get(key)
+        value = default if value is None else value
         if value not in choices:
             raise ConfigError(f"config.json: {key} must be one of {choices}, got {value!r}")
         return str(value)

@@ -39,16 +39,16 @@ def resolve_model(
     cache_folder  where presets go; None: `$XDG_CACHE_HOME/whalepod`, `~/.cache/whalepod`
     Raises SourceError, in one sentence.
     """
-    is_hub_id = _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
+    is_hub_id = _HUB_ID.fullmatch(model) is not None and not os.path.exists(model)
     if revision is not None and not is_hub_id:
         raise SourceError(f"revision {revision!r} needs a Hugging Face id, but MODEL is {model!r}")
     if model == EMBEDDED_MODEL:
         return Path(__file__).parent / EMBEDDED_MODEL
     if model in PRESETS:
         return _cached_preset(model, with_weights, cache_folder or default_cache_folder())
-    if Path(model).is_dir():
+    if os.path.isdir(model):
         return Path(model)
-    if Path(model).exists():
+    if os.path.exists(model):
         raise SourceError(f"{model} is a file; give the folder that holds config.json")
     if is_hub_id:
         return _download(model, revision)
@@ -87,10 +87,10 @@ def _cached_preset(preset: str, with_weights: bool, cache_folder: Path) -> Path:
 
 def _download(model: str, revision: str | None) -> Path:
     # imported here because nobody else needs it, and it takes a while
-    import httpx
+    import httpx2
     from huggingface_hub import errors, snapshot_download
 
-    what = model if revision is None else f"{model} at revision {revision}"
+    at = "" if revision is None else f" at revision {revision}"
     try:
         folder = snapshot_download(model, revision=revision, allow_patterns=list(DOWNLOADED_FILES))
     except errors.GatedRepoError:
@@ -99,10 +99,12 @@ def _download(model: str, revision: str | None) -> Path:
         reason = "the repository has no such revision"
     except errors.RepositoryNotFoundError:
         reason = "there is no such repository, or it is private and HF_TOKEN is not set"
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, httpx.TransportError):
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, httpx2.TransportError):
         reason = "the hub cannot be reached and the files are not in the local cache"
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         reason = " ".join(str(error).split())
     else:
         return Path(folder)
-    raise SourceError(f"cannot download {what} from Hugging Face: {reason}")
+    raise SourceError(
+        f"{model} is no folder here, and cannot be downloaded from Hugging Face{at}: {reason}"
+    )

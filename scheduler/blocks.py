@@ -50,9 +50,9 @@ class BlockPool:
     def num_owned(self) -> int:
         return self.num_blocks - len(self._free) - self.num_cached - self.num_quarantined
 
-    def num_idle(self, block_ids: Sequence[int]) -> int:
-        """Count the blocks that nobody holds; to acquire them makes fewer available."""
-        return sum(1 for block_id in block_ids if self._refs[block_id] == 0)
+    def free_blocks(self) -> tuple[int, ...]:
+        """List the blocks whose rows mean nothing any more."""
+        return tuple(self._free)
 
     def allocate(self) -> int:
         """Take a block with one reference. Raises OutOfBlocks."""

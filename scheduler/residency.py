@@ -46,6 +46,7 @@ class Residency:
         """Hand over what is held, and allocate the rest of the sequence's blocks."""
         sequence.block_ids = reuse.block_ids
         sequence.path = reuse.path
+        sequence.block_keys[: len(reuse.path)] = [node.key for node in reuse.path]
         sequence.publishes = reuse.publishes
         num_shared_tokens = len(reuse.block_ids) * self.block_tokens
         sequence.num_computed = num_shared_tokens + reuse.num_copied_tokens

@@ -1,0 +1,22 @@
+"""What the model asks of its routed experts, wherever they live.
+
+Suffix letters as in `whalepod.kernels.interface`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class RoutedExperts(Protocol):
+    """The routed experts of one layer, on this rank or spread over a group."""
+
+    def __call__(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return sum_k weights[t, k] * expert[ids[t, k]](x[t]), `[T, H]` model dtype.
+
+        ids_TK     [T, K] int64, global expert ids; -1 is no selection
+        weights_TK [T, K] f32
+        """
+        ...

@@ -1,0 +1,137 @@
+"""The DeepSeek-V3 model, top to bottom: tokens in, hidden states and logits out.
+
+DeepSeek-V2 is the same model with another router; only the configuration tells them apart.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from whalepod.kernels.interface import Kernels
+from whalepod.models.batch import ForwardBatch
+from whalepod.models.cache import LatentCache
+from whalepod.models.config import ModelConfig
+from whalepod.models.mla import AttentionPlan, LatentAttention, plan_attention
+from whalepod.models.moe import GatedMlp, MixtureOfExperts
+from whalepod.models.rope import build_rope_table
+from whalepod.models.weights import Weights
+
+
+class DeepseekV3:
+    """A loaded model. It owns its weights, not the cache.
+
+    max_positions                longest sequence that the rotary table covers
+    absorbed_max_query_tokens    requests with more queries in a step use expanded attention
+    experts                      global ids of the routed experts to load; None: all
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kernels: Kernels,
+        *,
+        max_positions: int,
+        absorbed_max_query_tokens: int,
+        experts: range | None = None,
+    ) -> None:
+        self.config = config
+        self._kernels = kernels
+        self._absorbed_max_query_tokens = absorbed_max_query_tokens
+        embedding_shape = (config.vocab_size, config.hidden_size)
+        self.embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
+        self.dtype, self.device = self.embedding_VH.dtype, self.embedding_VH.device
+        self._layers = [
+            DecoderLayer(config, weights, index, kernels, experts)
+            for index in range(config.num_layers)
+        ]
+        self._norm_H = weights.take("model.norm.weight", (config.hidden_size,))
+        self._head = kernels.pack_linear(
+            self.embedding_VH
+            if config.tie_word_embeddings
+            else weights.take("lm_head.weight", embedding_shape)
+        )
+        weights.finish()
+        self.cos_sin_SD = build_rope_table(config.rope, config.qk_rope_head_dim, max_positions).to(
+            self.device
+        )
+
+    def forward(self, batch: ForwardBatch, cache: LatentCache) -> Tensor:
+        """Run the tokens of a step and store their cache rows.
+
+        Returns the hidden states of all tokens after the final norm, `[T, H]` model dtype: what
+        `logits` and the multi-token-prediction module take.
+        """
+        plan = plan_attention(batch, self._absorbed_max_query_tokens)
+        residual_TH = self.embedding_VH[batch.token_ids_T]
+        x_TH = self._kernels.rms_norm(
+            residual_TH, self._layers[0].input_norm_H, self.config.rms_norm_eps
+        )
+        next_norms = [*(layer.input_norm_H for layer in self._layers[1:]), self._norm_H]
+        for index, layer in enumerate(self._layers):
+            x_TH, residual_TH = layer(
+                x_TH,
+                residual_TH,
+                next_norms[index],
+                batch,
+                plan,
+                cache.layer(index),
+                self.cos_sin_SD,
+            )
+        return x_TH
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """Return f32 logits `[B, V]` of hidden states that `forward` returned."""
+        return self._kernels.linear_f32(hidden_BH, self._head)
+
+
+class DecoderLayer:
+    """Attention, then a dense MLP or a mixture of experts, each on a normalised residual."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        index: int,
+        kernels: Kernels,
+        experts: range | None,
+    ) -> None:
+        prefix = f"model.layers.{index}"
+        hidden = config.hidden_size
+        self._kernels = kernels
+        self._eps = config.rms_norm_eps
+        self.input_norm_H = weights.take(f"{prefix}.input_layernorm.weight", (hidden,))
+        self.attention = LatentAttention(config, weights, f"{prefix}.self_attn", kernels)
+        self._post_attention_norm_H = weights.take(
+            f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        )
+        self._mlp: GatedMlp | MixtureOfExperts
+        if config.gate is not None and config.is_moe_layer(index):
+            owned = range(config.gate.num_experts) if experts is None else experts
+            self._mlp = MixtureOfExperts(
+                config, config.gate, weights, f"{prefix}.mlp", kernels, owned
+            )
+        else:
+            self._mlp = GatedMlp(
+                hidden, config.intermediate_size, weights, f"{prefix}.mlp", kernels
+            )
+
+    def __call__(
+        self,
+        x_TH: Tensor,
+        residual_TH: Tensor,
+        next_norm_H: Tensor,
+        batch: ForwardBatch,
+        plan: AttentionPlan,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (input of the next layer, residual): `x_TH` is normalised, the residual is not.
+
+        The norm that follows the layer is fused with the layer's last addition.
+        """
+        add_norm = self._kernels.add_rms_norm
+        x_TH = self.attention(x_TH, batch, plan, cache_PBC, cos_sin_SD)
+        x_TH, residual_TH = add_norm(x_TH, residual_TH, self._post_attention_norm_H, self._eps)
+        x_TH = self._mlp(x_TH)
+        return add_norm(x_TH, residual_TH, next_norm_H, self._eps)

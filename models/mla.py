@@ -1,0 +1,247 @@
+"""Multi-head latent attention (DeepSeek-V2 report, section 2.1) over the paged latent cache.
+
+The cache holds one row per token: R latent values and the rotated rope key that all heads share.
+
+- Expanded: kv_b_proj turns the context's rows into keys and values per head. Best when a chunk has
+  many queries, which share that work.
+- Absorbed: W_UK moves into the query and W_UV behind the softmax, so that all heads attend to the
+  latent rows themselves. Best for few queries: nothing is expanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
+from whalepod.models.batch import ForwardBatch
+from whalepod.models.config import ModelConfig
+from whalepod.models.rope import interleave_rope_rows
+from whalepod.models.weights import Weights
+
+LATENT_NORM_EPS = 1e-6
+"""Of q_a_layernorm and kv_a_layernorm: fixed in DeepSeek's code, whatever rms_norm_eps says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbsorbedRequests:
+    """The requests of a batch with few queries, as one smaller batch."""
+
+    tokens_T: Tensor | None
+    """Their rows in the step's tokens; None: all of them."""
+    query_start_B1: Tensor
+    context_lens_B: Tensor
+    block_tables_BM: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpandedRequest:
+    """One request with many queries."""
+
+    tokens: slice
+    context_slots_S: Tensor
+    """Where the rows of its context lie, `[S]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Which tokens of a step attend in which of the two ways; the same for every layer."""
+
+    absorbed: AbsorbedRequests | None
+    expanded: tuple[ExpandedRequest, ...]
+    first_key: int = 0
+    """Keys before it are masked: 1 in multi-token-prediction layers, whose slot 0 has no row."""
+
+
+def plan_attention(batch: ForwardBatch, absorbed_max_query_tokens: int) -> AttentionPlan:
+    """Send requests with at most `absorbed_max_query_tokens` queries to the absorbed form."""
+    if batch.max_query_tokens <= absorbed_max_query_tokens:
+        everything = AbsorbedRequests(
+            tokens_T=None,
+            query_start_B1=batch.query_start_B1,
+            context_lens_B=batch.context_lens_B,
+            block_tables_BM=batch.block_tables_BM,
+        )
+        return AttentionPlan(absorbed=everything, expanded=())
+    num_queries_B = batch.query_start_B1.diff()
+    is_short_B = num_queries_B <= absorbed_max_query_tokens
+    return AttentionPlan(
+        absorbed=_select_requests(batch, num_queries_B, is_short_B) if is_short_B.any() else None,
+        expanded=tuple(_expand_request(batch, int(b)) for b in (~is_short_B).nonzero()),
+    )
+
+
+def _select_requests(
+    batch: ForwardBatch, num_queries_B: Tensor, chosen_B: Tensor
+) -> AbsorbedRequests:
+    starts_B1 = torch.zeros_like(batch.query_start_B1[: int(chosen_B.sum()) + 1])
+    starts_B1[1:] = num_queries_B[chosen_B].cumsum(0)
+    return AbsorbedRequests(
+        tokens_T=chosen_B.repeat_interleave(num_queries_B).nonzero().flatten(),
+        query_start_B1=starts_B1,
+        context_lens_B=batch.context_lens_B[chosen_B],
+        block_tables_BM=batch.block_tables_BM[chosen_B],
+    )
+
+
+def _expand_request(batch: ForwardBatch, b: int) -> ExpandedRequest:
+    positions_S = torch.arange(int(batch.context_lens_B[b]), device=batch.positions_T.device)
+    blocks_S = batch.block_tables_BM[b].long()[positions_S // BLOCK_TOKENS]
+    return ExpandedRequest(
+        tokens=slice(int(batch.query_start_B1[b]), int(batch.query_start_B1[b + 1])),
+        context_slots_S=blocks_S * BLOCK_TOKENS + positions_S % BLOCK_TOKENS,
+    )
+
+
+class LatentAttention:
+    """The attention of one layer; `prefix` names its weights ("model.layers.0.self_attn")."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, prefix: str, kernels: Kernels
+    ) -> None:
+        self._config = config
+        self._kernels = kernels
+        c, hidden = config, config.hidden_size
+        query_width = c.num_heads * c.qk_head_dim
+        kv_a_CH = weights.take(f"{prefix}.kv_a_proj_with_mqa.weight", (c.cache_row_width, hidden))
+        kv_a_CH = self._interleaved(kv_a_CH, 1)
+        if c.q_lora_rank is None:
+            q_H = self._interleaved(
+                weights.take(f"{prefix}.q_proj.weight", (query_width, hidden)), c.num_heads
+            )
+        else:
+            q_H = weights.take(f"{prefix}.q_a_proj.weight", (c.q_lora_rank, hidden))
+            self._q_norm = weights.take(f"{prefix}.q_a_layernorm.weight", (c.q_lora_rank,))
+            q_b = weights.take(f"{prefix}.q_b_proj.weight", (query_width, c.q_lora_rank))
+            self._q_b = kernels.pack_linear(self._interleaved(q_b, c.num_heads))
+        # Queries and latents share their input: one GEMM gives both.
+        self._q_and_kv_a = kernels.pack_linear(torch.cat([q_H, kv_a_CH]))
+        self._kv_norm_R = weights.take(f"{prefix}.kv_a_layernorm.weight", (c.kv_lora_rank,))
+        kv_b = weights.take(
+            f"{prefix}.kv_b_proj.weight",
+            (c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
+        )
+        self._kv_b = kernels.pack_linear(kv_b)
+        key_NDR, value_NVR = torch.split(
+            kv_b.view(c.num_heads, -1, c.kv_lora_rank), [c.qk_nope_head_dim, c.v_head_dim], dim=1
+        )
+        self._w_uk = kernels.pack_heads(key_NDR.contiguous())
+        self._w_uv = kernels.pack_heads(value_NVR.transpose(1, 2).contiguous())
+        self._o = kernels.pack_linear(
+            weights.take(f"{prefix}.o_proj.weight", (hidden, c.num_heads * c.v_head_dim))
+        )
+
+    def _interleaved(self, weight: Tensor, num_heads: int) -> Tensor:
+        """Bring the rope rows of a projection into the kernels' order of pairs."""
+        if self._config.rope.interleaved:
+            return weight
+        heads_NDK = weight.view(num_heads, -1, weight.shape[1])
+        return interleave_rope_rows(heads_NDK, self._config.qk_rope_head_dim).flatten(0, 1)
+
+    def __call__(
+        self,
+        x_TH: Tensor,
+        batch: ForwardBatch,
+        plan: AttentionPlan,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
+    ) -> Tensor:
+        """Store the tokens' latent rows, then attend: `[T, H]` -> `[T, H]`, model dtype."""
+        q_TND, kv_TC = self._project(x_TH)
+        self._write(kv_TC, batch.positions_T, batch.slots_T, cache_PBC, cos_sin_SD)
+        q_nope_TND, q_rope_TND = torch.split(
+            q_TND, [self._config.qk_nope_head_dim, self._config.qk_rope_head_dim], dim=-1
+        )
+        q_rope_TND = self._kernels.rope(q_rope_TND, batch.positions_T, cos_sin_SD)
+        o_TNV = self._attend(q_nope_TND, q_rope_TND, plan, cache_PBC)
+        return self._kernels.linear(o_TNV.flatten(1), self._o)
+
+    def write_rows(
+        self,
+        x_TH: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
+    ) -> None:
+        """Store the tokens' latent rows only: what a layer needs whose output nobody reads."""
+        kv_TC = self._kernels.linear(x_TH, self._q_and_kv_a)[:, -self._config.cache_row_width :]
+        self._write(kv_TC.contiguous(), positions_T, slots_T, cache_PBC, cos_sin_SD)
+
+    def _write(
+        self,
+        kv_TC: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
+    ) -> None:
+        self._kernels.write_latent(
+            kv_TC, self._kv_norm_R, LATENT_NORM_EPS, positions_T, cos_sin_SD, slots_T, cache_PBC
+        )
+
+    def _project(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries `[T, N, D]`, not yet rotated, and the raw cache rows `[T, C]`."""
+        c = self._config
+        both = self._kernels.linear(x_TH, self._q_and_kv_a)
+        q, kv_TC = torch.split(both, [both.shape[1] - c.cache_row_width, c.cache_row_width], dim=1)
+        if c.q_lora_rank is not None:
+            q = self._kernels.rms_norm(q.contiguous(), self._q_norm, LATENT_NORM_EPS)
+            q = self._kernels.linear(q, self._q_b)
+        return torch.unflatten(q, 1, (c.num_heads, c.qk_head_dim)), kv_TC.contiguous()
+
+    def _attend(
+        self, q_nope_TND: Tensor, q_rope_TND: Tensor, plan: AttentionPlan, cache_PBC: Tensor
+    ) -> Tensor:
+        absorbed = plan.absorbed
+        if absorbed is not None and absorbed.tokens_T is None:
+            return self._absorbed(q_nope_TND, q_rope_TND, absorbed, plan.first_key, cache_PBC)
+        o_TNV = q_rope_TND.new_empty(*q_rope_TND.shape[:2], self._config.v_head_dim)
+        if absorbed is not None:
+            tokens_T = absorbed.tokens_T
+            o_TNV[tokens_T] = self._absorbed(
+                q_nope_TND[tokens_T], q_rope_TND[tokens_T], absorbed, plan.first_key, cache_PBC
+            )
+        for request in plan.expanded:
+            q_TND = torch.cat([q_nope_TND[request.tokens], q_rope_TND[request.tokens]], dim=-1)
+            o_TNV[request.tokens] = self._expanded(q_TND, request.context_slots_S, cache_PBC)
+        return o_TNV
+
+    def _absorbed(
+        self,
+        q_nope_TND: Tensor,
+        q_rope_TND: Tensor,
+        requests: AbsorbedRequests,
+        first_key: int,
+        cache_PBC: Tensor,
+    ) -> Tensor:
+        """Attend in the latent space: (q W_UK) K^T, then (softmax V) W_UV."""
+        q_latent_TNR = self._kernels.heads(q_nope_TND, self._w_uk)
+        o_TNR, _ = self._kernels.mla_attention(
+            torch.cat([q_latent_TNR, q_rope_TND], dim=-1),
+            cache_PBC,
+            requests.query_start_B1,
+            requests.context_lens_B,
+            requests.block_tables_BM,
+            self._config.softmax_scale,
+            self._config.kv_lora_rank,
+            first_key,
+        )
+        return self._kernels.heads(o_TNR, self._w_uv)
+
+    def _expanded(self, q_TND: Tensor, context_slots_S: Tensor, cache_PBC: Tensor) -> Tensor:
+        """Attend to the keys and values that kv_b_proj makes of one request's context."""
+        c = self._config
+        rows_SC = cache_PBC.flatten(0, 1)[context_slots_S]
+        latent_SR, k_rope_SD = torch.split(rows_SC, [c.kv_lora_rank, c.qk_rope_head_dim], dim=1)
+        kv = self._kernels.linear(latent_SR.contiguous(), self._kv_b)
+        k_nope_SND, v_SNV = torch.split(
+            kv.view(-1, c.num_heads, c.qk_nope_head_dim + c.v_head_dim),
+            [c.qk_nope_head_dim, c.v_head_dim],
+            dim=-1,
+        )
+        k_rope_SND = k_rope_SD[:, None].expand(-1, c.num_heads, -1)
+        k_SND = torch.cat([k_nope_SND, k_rope_SND], dim=-1)
+        return self._kernels.mla_prefill(q_TND, k_SND, v_SNV.contiguous(), c.softmax_scale)

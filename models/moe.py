@@ -1,0 +1,102 @@
+"""Feed-forward blocks: the gated MLP, and the mixture of experts with its fp32 router."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whalepod.ep_comm.interface import RoutedExperts
+from whalepod.ep_comm.local import LocalExperts
+from whalepod.kernels.interface import GateConfig, Kernels
+from whalepod.models.config import ModelConfig
+from whalepod.models.weights import Weights
+
+
+class GatedMlp:
+    """down(silu(gate(x)) * up(x)): a dense layer, or the shared experts of a mixture."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, weights: Weights, prefix: str, kernels: Kernels
+    ) -> None:
+        self._kernels = kernels
+        gate = weights.take(f"{prefix}.gate_proj.weight", (intermediate, hidden))
+        up = weights.take(f"{prefix}.up_proj.weight", (intermediate, hidden))
+        down = weights.take(f"{prefix}.down_proj.weight", (hidden, intermediate))
+        self._gate_up = kernels.pack_linear(torch.cat([gate, up]))
+        self._down = kernels.pack_linear(down)
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        inner_TI = self._kernels.swiglu(self._kernels.linear(x_TH, self._gate_up))
+        return self._kernels.linear(inner_TI, self._down)
+
+
+class MixtureOfExperts:
+    """Shared experts for every token, routed experts by choice (DeepSeek-V3 report, 2.1.2)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        gate: GateConfig,
+        weights: Weights,
+        prefix: str,
+        kernels: Kernels,
+        experts: range,
+    ) -> None:
+        self._kernels = kernels
+        self._gate = gate
+        num_experts, hidden = gate.num_experts, config.hidden_size
+        self._router = kernels.pack_linear(
+            weights.take(f"{prefix}.gate.weight", (num_experts, hidden), torch.float32)
+        )
+        self._bias_E = (
+            weights.take(f"{prefix}.gate.e_score_correction_bias", (num_experts,), torch.float32)
+            if config.has_gate_bias
+            else None
+        )
+        self._shared = (
+            GatedMlp(
+                hidden,
+                config.num_shared_experts * config.moe_intermediate_size,
+                weights,
+                f"{prefix}.shared_experts",
+                kernels,
+            )
+            if config.num_shared_experts
+            else None
+        )
+        _leave_others(num_experts, weights, prefix, experts)
+        packed = kernels.pack_experts(*_stack_experts(config, weights, prefix, experts))
+        self._routed: RoutedExperts = LocalExperts(kernels, packed, experts, num_experts)
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        logits_TE = self._kernels.linear_f32(x_TH.float(), self._router)
+        ids_TK, weights_TK = self._kernels.gate(logits_TE, self._bias_E, self._gate)
+        y_TH = self._routed(x_TH, ids_TK, weights_TK)
+        return y_TH if self._shared is None else y_TH + self._shared(x_TH)
+
+
+def _leave_others(num_experts: int, weights: Weights, prefix: str, owned: range) -> None:
+    """Tell `weights` that other ranks read the experts that are not `owned`."""
+    for expert in set(range(num_experts)).difference(owned):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            weights.leave(f"{prefix}.experts.{expert}.{part}.weight")
+
+
+def _stack_experts(
+    config: ModelConfig, weights: Weights, prefix: str, experts: range
+) -> tuple[Tensor, Tensor]:
+    """Copy the experts one by one into `[E, 2 I, H]` (gate rows, then up rows) and `[E, H, I]`."""
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    gate_up_EJH = down_EHI = None
+    for i, expert in enumerate(experts):
+        name = f"{prefix}.experts.{expert}"
+        gate = weights.take(f"{name}.gate_proj.weight", (inner, hidden))
+        if gate_up_EJH is None or down_EHI is None:
+            gate_up_EJH = gate.new_empty(len(experts), 2 * inner, hidden)
+            down_EHI = gate.new_empty(len(experts), hidden, inner)
+        gate_up_EJH[i, :inner] = gate
+        gate_up_EJH[i, inner:] = weights.take(f"{name}.up_proj.weight", (inner, hidden))
+        down_EHI[i] = weights.take(f"{name}.down_proj.weight", (hidden, inner))
+    assert gate_up_EJH is not None, experts
+    assert down_EHI is not None, experts
+    return gate_up_EJH, down_EHI

@@ -1,0 +1,101 @@
+"""The checkpoint's multi-token-prediction module (DeepSeek-V3 report, section 2.2).
+
+One decoder layer that guesses the token after next: from the hidden state h[j-1] of the main model
+and the token t[j] that followed, it predicts t[j+1]. **Slot j of its cache layer holds the row of
+(h[j-1], t[j])**, which depends on tokens up to j only: so hashing, sharing and copying of blocks
+need no special rule. Slot 0 has no h[-1] and is masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from whalepod.kernels.interface import Kernels
+from whalepod.models.batch import ForwardBatch
+from whalepod.models.cache import LatentCache
+from whalepod.models.deepseek_v3 import DecoderLayer, DeepseekV3
+from whalepod.models.mla import plan_attention
+from whalepod.models.weights import Weights
+
+
+class MtpModule:
+    """One module; it shares the main model's embedding, head and rotary table.
+
+    `index` counts the checkpoint's modules: its tensors are `model.layers.{num_layers + index}.*`
+    and its rows lie in the cache layer of the same number.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV3,
+        weights: Weights,
+        kernels: Kernels,
+        *,
+        index: int = 0,
+        experts: range | None = None,
+    ) -> None:
+        config = model.config
+        hidden = config.hidden_size
+        self._model = model
+        self._kernels = kernels
+        self._eps = config.rms_norm_eps
+        self._cache_layer = config.num_layers + index
+        prefix = f"model.layers.{self._cache_layer}"
+        self._token_norm_H = weights.take(f"{prefix}.enorm.weight", (hidden,))
+        self._hidden_norm_H = weights.take(f"{prefix}.hnorm.weight", (hidden,))
+        self._projection = kernels.pack_linear(
+            weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
+        )
+        self._layer = DecoderLayer(config, weights, self._cache_layer, kernels, experts)
+        self._head_norm_H = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))
+
+    def write_rows(
+        self,
+        token_ids_T: Tensor,
+        previous_hidden_TH: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        cache: LatentCache,
+    ) -> None:
+        """Store the rows of known tokens, without attention or experts (the KV-only pass).
+
+        previous_hidden_TH [T, H]: the main model's hidden state (after its final norm) of the
+        token before each token.
+        """
+        x_TH, _ = self._input(token_ids_T, previous_hidden_TH)
+        self._layer.attention.write_rows(
+            x_TH, positions_T, slots_T, cache.layer(self._cache_layer), self._model.cos_sin_SD
+        )
+
+    def forward(
+        self, previous_hidden_TH: Tensor, batch: ForwardBatch, cache: LatentCache
+    ) -> Tensor:
+        """Run the whole layer and store the tokens' rows.
+
+        Returns `[T, H]` after shared_head.norm: `DeepseekV3.logits` of it guess the token after
+        each token, and it takes the place of the main model's hidden state for the next guess.
+        """
+        plan = replace(plan_attention(batch, batch.max_query_tokens), first_key=1)
+        x_TH, residual_TH = self._input(batch.token_ids_T, previous_hidden_TH)
+        hidden_TH, _ = self._layer(
+            x_TH,
+            residual_TH,
+            self._head_norm_H,
+            batch,
+            plan,
+            cache.layer(self._cache_layer),
+            self._model.cos_sin_SD,
+        )
+        return hidden_TH
+
+    def _input(self, token_ids_T: Tensor, previous_hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (normalised input of the layer, residual); embedding first, then hidden."""
+        norm = self._kernels.rms_norm
+        tokens_TH = norm(self._model.embedding_VH[token_ids_T], self._token_norm_H, self._eps)
+        hidden_TH = norm(previous_hidden_TH, self._hidden_norm_H, self._eps)
+        both_TJ = torch.cat([tokens_TH, hidden_TH], dim=-1)
+        residual_TH = self._kernels.linear(both_TJ, self._projection)
+        return norm(residual_TH, self._layer.input_norm_H, self._eps), residual_TH
