@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
@@ -51,10 +51,15 @@ CLIENT_ENV = ("url", "api_key")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthConfig:
-    shape: Annotated[str, "v3-nano, v3-mini, v2-lite or v3-layer"]
-    out: Annotated[Path, "folder to write; must not exist or be empty"]
-    dtype: Annotated[str, "dtype of the weights: fp32, bf16 or fp8"] = "bf16"
-    seed: Annotated[int, "seed of the random weights"] = 0
+    shape: Annotated[str, "v3-nano, v2-nano, v3-mini, v3-layer or v2-lite"]
+    out: Annotated[Path, "folder to write; it must be empty or absent"]
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp8"], "fp8: e4m3 with a scale per 128 x 128 block"
+    ] = "bf16"
+    seed: Annotated[int, "the same seed gives the same weights"] = 0
+    layers: Annotated[int | None, "cut to this many layers; the last stays a mixture"] = None
+    experts: Annotated[int | None, "cut to this many routed experts"] = None
+    shard_mib: Annotated[int, "most MiB of one file, and about the memory needed"] = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +93,17 @@ def bench_serve(config: BenchServeConfig) -> int:
 
 def synth(config: SynthConfig) -> int:
     """Write a checkpoint with random weights, to test and to measure with."""
-    from whalepod.tools.synth import synthesize
+    from whalepod.tools.synth import main as run
 
-    synthesize(config.shape, config.out, dtype=config.dtype, seed=config.seed)
-    print(f"wrote {config.shape} to {config.out}; try: whalepod serve {config.out}")
-    return 0
+    return run(
+        config.shape,
+        config.out,
+        dtype=config.dtype,
+        seed=config.seed,
+        layers=config.layers,
+        experts=config.experts,
+        shard_mib=config.shard_mib,
+    )
 
 
 def doctor(config: DoctorConfig) -> int:
@@ -128,9 +139,18 @@ def ps(config: PsConfig) -> int:
 
 def replay(config: ReplayConfig) -> int:
     """Feed a recorded log to a fresh scheduler and report the first step that differs."""
-    from whalepod.tools.replay import replay as run
+    from whalepod.scheduler.journal import replay as run
 
-    return run(config.file)
+    with config.file.open("rb") as journal:
+        difference = run(journal)
+    if difference is None:
+        print(f"{config.file}: every step is the same")
+        return 0
+    print(
+        f"{config.file}: step {difference.step}, frame {difference.frame}, {difference.call}: "
+        f"recorded {difference.recorded}, replayed {difference.replayed}"
+    )
+    return 1
 
 
 def make_app() -> App:
@@ -191,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message, code = f"{_sentence(error)} (see `{_command(words)} --help`)", 2
         cause: Exception = error
     except (StartupError, ClientError, OSError, ValueError, RuntimeError) as error:
-        message, code, cause = str(error) or type(error).__name__, 1, error
+        message, code, cause = _sentence(error), 1, error
     except KeyboardInterrupt:
         return 130
     if debug:
@@ -203,7 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _sentence(error: Exception) -> str:
     if isinstance(error, UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or ['?'])[0]!r}"
-    return " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _command(words: Sequence[str]) -> str:

@@ -47,7 +47,8 @@ class Fit:
 
 def measure(config: ModelConfig) -> ModelSizes:
     """Count a model's parameters and bytes."""
-    main, mtp = [], []
+    main: list[NamedShape] = []
+    mtp: list[NamedShape] = []
     for name, shape in checkpoint_tensors(config):
         is_mtp = _layer_index(name) >= config.num_layers
         if not (is_mtp and _is_shared_copy(name)):
@@ -57,7 +58,7 @@ def measure(config: ModelConfig) -> ModelSizes:
         mtp_parameters=_count(mtp),
         active_parameters=_count_active(config, main),
         weights_bytes={
-            dtype: sum(_tensor_bytes(config, dtype, *tensor) for tensor in main + mtp)
+            dtype: sum(_tensor_bytes(config, dtype, name, shape) for name, shape in main + mtp)
             for dtype in WEIGHT_DTYPES
         },
         kv_bytes_per_token={
@@ -118,10 +119,8 @@ def _count_active(config: ModelConfig, tensors: Iterable[NamedShape]) -> int:
 def _tensor_bytes(config: ModelConfig, dtype: str, name: str, shape: tuple[int, ...]) -> int:
     if dtype == "fp8" and is_quantizable(name, shape):
         block = config.fp8 or Fp8Config()
-        rows, columns = (
-            math.ceil(shape[0] / block.block_rows),
-            math.ceil(shape[1] / block.block_columns),
-        )
+        rows = math.ceil(shape[0] / block.block_rows)
+        columns = math.ceil(shape[1] / block.block_columns)
         return math.prod(shape) + SCALE_BYTES * rows * columns
     value_bytes = 4 if name.endswith("e_score_correction_bias") else _VALUE_BYTES[dtype]
     return math.prod(shape) * value_bytes

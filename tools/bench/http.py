@@ -95,11 +95,14 @@ class _Response:
         self._rest = b""
         self._now = 0.0
         self._done = False
+        self._failure: str | None = None
 
     def feed(self, data: bytes, now: float) -> None:
         """Take bytes that arrived at `now`."""
         self._now = now
         self._parser.feed_data(data)
+        if self._failure is not None:  # what a callback raises, httptools hides
+            raise RequestFailed(self._failure)
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the decoded body (called by httptools)."""
@@ -127,7 +130,7 @@ class _Response:
         data = orjson.loads(event.removeprefix(b"data:"))
         if error := data.get("error"):
             message = error.get("message", error) if isinstance(error, dict) else error
-            raise RequestFailed(f"the stream failed: {message}")
+            self._failure = f"the stream failed: {message}"
         self._answer.usage = data.get("usage") or self._answer.usage
 
     def result(self) -> Answer:
