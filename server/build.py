@@ -39,6 +39,10 @@ from whalepod.server.messages import EngineInfo
 EMBEDDED_MODEL = "tiny"
 SHARE_OF_FREE_MEMORY = 0.5
 """What the cache may take of the memory that is free once the weights are loaded."""
+ANY_CHUNK = 2**31
+"""Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
+CANARY_POSITIONS = 2 * BLOCK_TOKENS
+"""The canary's text needs so many, however short the requests may be."""
 PROGRESS_S = 2.0
 """Seconds between two lines about the weights."""
 
@@ -134,7 +138,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model_config,
         weights,
         kernels,
-        max_positions=config.scheduler.max_model_len,
+        max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
     )
     if config.device.batch_invariant:
@@ -168,8 +172,8 @@ def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:
 
 
 def _absorbed_max_query_tokens(config: EngineConfig) -> int:
-    if config.device.batch_invariant:  # one way to attend, whatever the chunk
-        return config.scheduler.max_num_batched_tokens
+    if config.device.batch_invariant:
+        return ANY_CHUNK
     return config.device.absorbed_max_query_tokens
 
 
