@@ -13,18 +13,21 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from whalepod.server.channel import EngineServer
 from whalepod.server.codec import decode_value
 from whalepod.server.config import EngineConfig
-from whalepod.server.engine.core import EngineCore
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineFailed
+
+if TYPE_CHECKING:
+    from whalepod.server.engine.core import EngineCore  # brings torch: loaded with the model
 
 PARENT_POLL_S = 1.0
 """How soon an engine notices that its launcher is gone."""
 
-Build = Callable[[EngineConfig], EngineCore]
+Build: TypeAlias = "Callable[[EngineConfig], EngineCore]"
 logger = logging.getLogger(__name__)
 
 
