@@ -159,9 +159,7 @@ def test_gate(config: GateConfig, has_bias: bool, num_rows: int) -> None:
 
 
 def test_gate_prefers_the_lowest_id_among_ties() -> None:
-    config = GateConfig(
-        num_experts=8, num_experts_per_token=3, num_groups=4, num_selected_groups=2
-    )
+    config = GateConfig(num_experts=8, num_experts_per_token=3, num_groups=4, num_selected_groups=2)
     ids, _ = CPU.gate(torch.zeros(1, 8), None, config)
     assert ids.tolist() == [[0, 1, 2]]
 
