@@ -54,7 +54,20 @@ def _run_of_rows(cache, width, table, position, most):
 
 @njit
 def _attend_chunk(
-    q, head_stride, num_heads, cache, width, rank, table, first, num_keys, scale, scores, p, o, stats
+    q,
+    head_stride,
+    num_heads,
+    cache,
+    width,
+    rank,
+    table,
+    first,
+    num_keys,
+    scale,
+    scores,
+    p,
+    o,
+    stats,
 ):
     """Attend to keys first .. first + num_keys; o [heads, R] unnormalised, stats [heads, 2].
 
@@ -199,7 +212,10 @@ def _attention_region(block):
         first = row * num_chunks + first_key // CHUNK_TOKENS
         first_o, first_stats = advance(partial_o, first * rank), advance(partial_stats, 2 * first)
         for place in range(first + 1, row * num_chunks - (-num_keys // CHUNK_TOKENS)):
-            chunk_o, chunk_stats = advance(partial_o, place * rank), advance(partial_stats, 2 * place)
+            chunk_o, chunk_stats = (
+                advance(partial_o, place * rank),
+                advance(partial_stats, 2 * place),
+            )
             _merge(first_o, first_stats, chunk_o, chunk_stats, rank)
         target, target_lse = advance(out, row * rank), advance(lse, row)
         _write_head(first_o, first_stats, rank, num_keys > first_key, target, target_lse)

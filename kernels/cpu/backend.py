@@ -188,7 +188,9 @@ class CpuKernels:
     ) -> Tensor:
         num_queries, num_keys = q_TND.shape[0], k_SND.shape[0]
         padding = q_TND.shape[2] - v_SNE.shape[2]
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TND, k_SND, F.pad(v_SNE, (0, padding))))
+        q, k, v = (
+            x.transpose(0, 1).unsqueeze(0) for x in (q_TND, k_SND, F.pad(v_SNE, (0, padding)))
+        )
         mask = None
         if num_keys != num_queries:
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)

@@ -80,11 +80,15 @@ def mix_rows(p, p_stride, num_rows, v, v_stride, length, num_columns, out, out_s
     if _WIDE:
         while r + 8 <= num_rows:
             row, target = advance(p, r * p_stride), advance(out, r * out_stride)
-            mix_block(8, 1, row, p_stride, v, v_stride, length, num_columns, target, out_stride, add)
+            mix_block(
+                8, 1, row, p_stride, v, v_stride, length, num_columns, target, out_stride, add
+            )
             r += 8
         while r + 4 <= num_rows:
             row, target = advance(p, r * p_stride), advance(out, r * out_stride)
-            mix_block(4, 2, row, p_stride, v, v_stride, length, num_columns, target, out_stride, add)
+            mix_block(
+                4, 2, row, p_stride, v, v_stride, length, num_columns, target, out_stride, add
+            )
             r += 4
     while r < num_rows:
         row, target = advance(p, r * p_stride), advance(out, r * out_stride)

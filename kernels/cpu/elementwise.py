@@ -45,9 +45,7 @@ def _rms_norm_region(block):
         if first >= num_rows:
             return
         for row in range(first, min(first + ROWS_PER_ITEM, num_rows)):
-            _normalize(
-                advance(x, row * stride), weight, length, eps, advance(out, row * length)
-            )
+            _normalize(advance(x, row * stride), weight, length, eps, advance(out, row * length))
 
 
 def _add_rms_norm_region(block):
