@@ -102,13 +102,20 @@ def cpu_features(cpuinfo: str) -> tuple[str, ...]:
 
 def is_port_free(host: str, port: int) -> bool:
     """Tell whether a server could listen there now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
+    try:
+        bind_port(host, port)
+    except OSError:
+        return False
     return True
+
+
+def bind_port(host: str, port: int) -> int:
+    """Bind a port for a moment and return its number (0: any). Raises OSError if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
 
 
 def _memory() -> tuple[int, int]:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, replace
-from typing import Any, cast
+from typing import Any
 
 from whalepod.tools.bench.config import BenchServeConfig, LoadConfig, WorkloadConfig
 from whalepod.tools.bench.http import Answer, Endpoint, RequestFailed
@@ -42,7 +42,7 @@ def _run(play: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         import uvloop
     except ImportError:
         return asyncio.run(play)
-    return cast(dict[str, Any], uvloop.run(play))
+    return uvloop.run(play)
 
 
 def make_workload(workload: WorkloadConfig, load: LoadConfig) -> list[TraceRequest]:
