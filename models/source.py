@@ -10,7 +10,6 @@ from pathlib import Path
 
 from whalepod.models.config import parse_config
 from whalepod.models.presets import PRESETS, preset_config
-from whalepod.models.synthetic import plan_tensors, synthesize
 
 EMBEDDED_MODEL = "tiny"
 DOWNLOADED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "tiktoken.model")
@@ -64,6 +63,9 @@ def default_cache_folder() -> Path:
 
 
 def _cached_preset(preset: str, with_weights: bool, cache_folder: Path) -> Path:
+    # imported here because it loads torch, which the gateway's process does without
+    from whalepod.models.synthetic import plan_tensors, synthesize
+
     raw = preset_config(preset)
     num_bytes = sum(tensor.num_bytes for tensor in plan_tensors(parse_config(raw), "bf16"))
     if with_weights and num_bytes > MAX_CACHED_PRESET_BYTES:

@@ -1,7 +1,7 @@
 """Writes random checkpoints that load everywhere: config, tokenizer, sharded safetensors.
 
-The values are those of `DummyWeights`, so a written checkpoint and `--load-format dummy` with the
-same seed are the same model.
+The values are those of `DummyWeights`, so a written bf16 or fp32 checkpoint and `--load-format dummy`
+with the same seed are the same model; an fp8 checkpoint is quantised from the fp32 one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def synthesize(
             max_length=config.max_position_embeddings,
         )
         if plan:
-            source = DummyWeights(config, dtype=torch.float32, seed=seed)
+            made_in = torch.bfloat16 if dtype == "bf16" else torch.float32
+            source = DummyWeights(config, dtype=made_in, seed=seed)
             _write_shards(folder, _shards(plan, shard_bytes), source, progress)
     return out
 

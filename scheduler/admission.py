@@ -65,9 +65,10 @@ def _match(sequence: Sequence, tree: PrefixTree) -> list[Node]:
 
 
 def _sibling_with_prompt(sequence: Sequence) -> Sequence | None:
+    """Find a running sibling whose prompt is in the cache, not only about to be copied there."""
     num_prompt_tokens = sequence.num_prompt_tokens
     for sibling in sequence.request.running:
-        if sibling.num_computed >= num_prompt_tokens:
+        if sibling.num_computed >= num_prompt_tokens and sibling.pending_copy is None:
             return sibling
     return None
 

@@ -71,15 +71,19 @@ class Planner:
             self.waiting.remove(sequence)
 
     def _plan_running(self, sketch: Sketch) -> None:
-        num_reserved = sum(1 for sequence in self.running if sequence.num_pending == 1)
+        num_reserved = 0
+        for sequence in self.running:
+            if len(sequence.token_ids) - sequence.num_computed == 1:
+                num_reserved += 1
         position = 0
         while position < len(self.running):  # preemption shortens the list from its end
             sequence = self.running[position]
             position += 1
-            if sequence.num_pending == 1:
+            num_pending = len(sequence.token_ids) - sequence.num_computed
+            if num_pending == 1:
                 num_reserved -= 1
             budget = sketch.budget - num_reserved
-            if budget > 0 and self._grow(sequence, min(sequence.num_pending, budget), sketch):
+            if budget > 0 and self._grow(sequence, min(num_pending, budget), sketch):
                 sketch.add(self._row(sequence, budget))
 
     def _row(self, sequence: Sequence, budget: int) -> Row:

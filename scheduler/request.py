@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import BlockCopy, TokenLogprob
@@ -69,6 +70,7 @@ class Sequence:
         "max_total_tokens",
         "num_computed",
         "num_prompt_logprobs",
+        "num_prompt_tokens",
         "num_skips",
         "order",
         "path",
@@ -95,6 +97,7 @@ class Sequence:
         self.sequence_id = sequence_id
         self.request = request
         self.index = index
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.order = (request.priority, request.arrival, index)
         self.max_total_tokens = max_total_tokens
         self.stop_token_ids = stop_token_ids
@@ -118,12 +121,8 @@ class Sequence:
         self.pending_copy: BlockCopy | None = None
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_pending(self) -> int:
@@ -146,7 +145,7 @@ class Sequence:
         self, start: int, logprobs: SequenceOf[TokenLogprob]
     ) -> list[TokenLogprob]:
         """Keep those of a row from position `start` that were not reported before a preemption."""
-        if not self.reports_prompt_logprobs or not logprobs:
+        if not logprobs or not self.reports_prompt_logprobs:
             return []
         fresh = list(logprobs[max(self.num_prompt_logprobs - start, 0) :])
         self.num_prompt_logprobs += len(fresh)
@@ -157,8 +156,7 @@ class Sequence:
         return self.index == 0 and self.request.params.prompt_logprobs is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(NamedTuple):
     """How much of a run of new tokens is kept, and why the sequence ends there, if it does."""
 
     num_kept: int
@@ -173,11 +171,14 @@ def find_ending(sequence: Sequence, token_ids: SequenceOf[int]) -> Ending:
     at once "stop" wins.
     """
     num_total = len(sequence.token_ids)
-    first_stop = sequence.num_prompt_tokens + sequence.request.params.min_tokens
-    for num_kept, token_id in enumerate(token_ids, start=1):
+    num_total_to_stop = sequence.num_prompt_tokens + sequence.request.params.min_tokens
+    stop_token_ids, max_total_tokens = sequence.stop_token_ids, sequence.max_total_tokens
+    num_kept = 0
+    for token_id in token_ids:
+        num_kept += 1
         num_total += 1
-        if token_id in sequence.stop_token_ids and num_total > first_stop:
-            return Ending(num_kept=num_kept, finish_reason="stop", stop_token_id=token_id)
-        if num_total >= sequence.max_total_tokens:
-            return Ending(num_kept=num_kept, finish_reason="length")
-    return Ending(num_kept=len(token_ids))
+        if token_id in stop_token_ids and num_total > num_total_to_stop:
+            return Ending(num_kept, "stop", token_id)
+        if num_total >= max_total_tokens:
+            return Ending(num_kept, "length")
+    return Ending(num_kept)

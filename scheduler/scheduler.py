@@ -10,7 +10,7 @@ from whalepod.scheduler.invariants import check_results, check_sequences, held_b
 from whalepod.scheduler.plan import Output, Plan, Row, RowResult, StepResult
 from whalepod.scheduler.planner import Planner, Sketch
 from whalepod.scheduler.prefix import PrefixTree
-from whalepod.scheduler.request import Request, Sequence, Status, find_ending
+from whalepod.scheduler.request import Ending, Request, Sequence, Status, find_ending
 from whalepod.scheduler.residency import Residency
 from whalepod.scheduler.stats import Counters, SchedulerStats
 
@@ -198,47 +198,52 @@ class Scheduler:
 
     def _finish_row(self, row: Row, result: RowResult, outputs: list[Output]) -> None:
         sequence = self._sequences.get(row.sequence_id)
-        if sequence is None or sequence.status is Status.ENDED:
+        if sequence is None:
             return  # a sibling's error ended the request
         if result.error is not None:
             self._fail(sequence.request, result.error, outputs)
             return
-        self._residency.note_copied(sequence)
-        output = self._accept(sequence, row, result)
-        if output is not None and not sequence.request.cancelled:
+        if sequence.pending_copy is not None:
+            self._residency.note_copied(sequence)
+        ending = find_ending(sequence, result.token_ids)
+        self._accept(sequence, row, result, ending.num_kept)
+        output = self._output(sequence, row, result, ending)
+        if output.finish_reason is not None:
+            self._end(sequence)
+        elif row.num_drafts:
+            self._residency.trim(sequence)
+        gained = output.token_ids or output.prompt_logprobs or output.finish_reason
+        if gained and not sequence.request.cancelled:
             outputs.append(output)
 
-    def _accept(self, sequence: Sequence, row: Row, result: RowResult) -> Output | None:
-        """Add a row's tokens, publish its full blocks, and end the sequence where it ends."""
-        ending = find_ending(sequence, result.token_ids)
-        token_ids = list(result.token_ids[: ending.num_kept])
-        sequence.token_ids += token_ids
-        num_accepted = max(len(result.token_ids) - 1, 0)
-        num_computed = row.start + len(row.token_ids) - row.num_drafts + num_accepted
-        sequence.num_computed = min(num_computed, len(sequence.token_ids))
+    def _accept(self, sequence: Sequence, row: Row, result: RowResult, num_kept: int) -> None:
+        """Add a row's tokens, roll back what was not accepted, and share the blocks it filled."""
+        num_computed = row.start + len(row.token_ids)
+        if row.num_drafts:
+            num_rejected = row.num_drafts + 1 - len(result.token_ids)
+            num_past_end = max(len(result.token_ids) - 1 - num_kept, 0)
+            num_computed -= num_rejected + num_past_end
+        sequence.num_computed = num_computed
+        sequence.token_ids += result.token_ids[:num_kept]
         sequence.draft_token_ids = result.draft_token_ids
-        self._residency.publish(sequence)
-        prompt_logprobs = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs)
-        self._counters.generation_tokens += len(token_ids)
-        finish_reason = ending.finish_reason
-        if not sequence.num_pending and finish_reason is None:
+        self._counters.generation_tokens += num_kept
+        if num_computed >= (len(sequence.path) + 1) * self.block_tokens:
+            self._residency.publish(sequence)
+
+    def _output(self, sequence: Sequence, row: Row, result: RowResult, ending: Ending) -> Output:
+        num_kept, finish_reason, stop_token_id = ending
+        if finish_reason is None and not sequence.num_pending:
             finish_reason = "length"  # the prompt is computed, and no token was asked for
-        if finish_reason is not None:
-            self._end(sequence)
-        elif not token_ids and not prompt_logprobs:
-            return None
-        else:
-            self._residency.trim(sequence)
         return Output(
             sequence_id=sequence.sequence_id,
             request_id=sequence.request.request_id,
             index=sequence.index,
-            token_ids=token_ids,
-            logprobs=list(result.logprobs[: ending.num_kept]),
-            prompt_logprobs=prompt_logprobs,
+            token_ids=list(result.token_ids[:num_kept]),
+            logprobs=list(result.logprobs[:num_kept]),
+            prompt_logprobs=sequence.take_prompt_logprobs(row.start, result.prompt_logprobs),
             num_cached_tokens=sequence.request.num_cached_tokens,
             finish_reason=finish_reason,
-            stop_token_id=ending.stop_token_id,
+            stop_token_id=stop_token_id,
         )
 
     def _fail(self, request: Request, error: str, outputs: list[Output]) -> None:

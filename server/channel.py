@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -221,7 +221,7 @@ class EngineChannel:
         """Why the engine is lost, or None while it is well."""
         return self._failure
 
-    async def submit(self, request: Submit) -> AsyncIterator[SequenceOutput]:
+    async def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput, None]:
         """Yield outputs of all sequences until each has a finish reason.
 
         Closing the iterator early aborts the request in the engine and frees its blocks. A reader

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
 import orjson
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -63,16 +64,11 @@ def parse_json(body: bytes) -> object:
 
 
 def is_deeper_than(body: bytes, depth: int) -> bool:
-    """Say whether brackets nest deeper than `depth`, in linear time and without recursion.
-
-    Each round removes the innermost pairs; what still has a pair after `depth` rounds is deeper.
-    """
+    """Say whether brackets nest deeper than `depth`, in linear time and without recursion."""
     brackets = _JSON_STRING.sub(b"", body).translate(_SQUARE, _NO_BRACKET)
-    for _ in range(depth):
-        if not brackets:
-            return False
-        brackets = brackets.replace(b"[]", b"")
-    return b"[]" in brackets
+    opens = np.frombuffer(brackets, np.uint8) == ord("[")
+    levels = np.cumsum(np.where(opens, 1, -1))
+    return bool(levels.max(initial=0) > depth)
 
 
 def _path_of_lone_surrogate(body: bytes) -> str | None:

@@ -163,27 +163,27 @@ async def _generate_one(
     upstream: Upstream, run: PromptRun, tokenizer: TextTokenizer, timer: RequestTimer
 ) -> AsyncGenerator[Event, None]:
     decoders = [ChoiceDecoder(run, i, tokenizer) for i in range(run.submit.num_sequences)]
-    prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+    prompt_logprobs: list[TokenLogprob] = []  # all on the first sequence, before any token
     num_cached = 0
+    num_live = len(decoders)
     try:
         async with aclosing(upstream.submit(run.submit)) as outputs:
             async for output in outputs:
                 _raise_for_failure(output)
                 if output.index == 0:  # the others share the first one's prompt: no reuse
                     num_cached = max(num_cached, output.num_cached_tokens)
-                if output.prompt_logprobs:
-                    prompt_logprobs.setdefault(output.index, []).extend(output.prompt_logprobs)
+                prompt_logprobs += output.prompt_logprobs
                 decoder = decoders[output.index]
+                num_live -= output.finish_reason is not None
                 if decoder.done or not (output.token_ids or output.finish_reason):
                     continue  # text after a stop string, or a chunk of the prompt
                 timer.tokens(run.first_index + output.index, len(output.token_ids))
-                shared = next(iter(prompt_logprobs.values()), [])
-                for event in decoder.push(output, shared):
+                for event in decoder.push(output, prompt_logprobs):
                     if isinstance(event, Finished):
                         timer.finished(event.reason)
                     yield event
-                if all(decoder.done for decoder in decoders):
-                    break
+                if num_live and all(decoder.done for decoder in decoders):
+                    break  # all have their stop strings: closing aborts what still runs
         if not all(decoder.done for decoder in decoders):
             raise ApiError("engine_error", "the engine ended the answer without a reason")
     except Exception as error:  # a stream has begun: whatever fails must reach the client

@@ -10,6 +10,7 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerFast
 
 from whalepod.scheduler.params import SamplingParams
+from whalepod.server.errors import StartupError
 from whalepod.server.gateway.api_errors import ApiError, invalid
 from whalepod.server.gateway.generation import PromptRun
 from whalepod.server.gateway.limits import MAX_NUM_CHOICES
@@ -50,7 +51,10 @@ class Preparation:
         self._tokenizer = tokenizer
         self._default_params = default_params
         self._enable_test_hooks = enable_test_hooks
-        SamplingParams(**self._defaults())  # a bad default must not wait for the first request
+        try:
+            SamplingParams(**self._defaults())
+        except ValueError as error:
+            raise StartupError(f"default sampling parameters: {error}") from error
 
     def chat(self, request: ChatRequest) -> list[PromptRun]:
         """Return the one run of a chat request."""
@@ -216,7 +220,7 @@ def _template_message(message: Message) -> dict[str, Any]:
     fields["content"] = message.content
     if message.content is None:
         if message.role in ("system", "developer", "user"):
-            raise invalid("messages", f"a {message.role} message needs content")
+            raise invalid("messages", f"messages: a {message.role} message needs content")
         if not message.tool_calls:
             fields["content"] = ""
     if message.role == "developer":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ from whalepod.server.errors import StartupError
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.upstream import Upstream
+
+logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 120
 DRAIN_S = 30
@@ -41,6 +44,8 @@ async def serve(
 
     Run it on uvloop. Raises StartupError when the address cannot be had.
     """
+    if not config.api_key and config.host not in ("127.0.0.1", "localhost", "::1"):
+        logger.warning("%s is open to the network without a key: set --api-key", config.host)
     app = create_app(config, upstream, tokenizer, default_params=default_params)
     with listen(config.host, config.port) as listener:
         server = _Server(

@@ -23,7 +23,7 @@ class TextTokenizer:
     """Encode, render and decode. Methods are thread safe and belong off the event loop."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, adds_bos: bool) -> None:
-        self._tokenizer = tokenizer
+        self.transformers: Final = tokenizer
         self._adds_bos = adds_bos and tokenizer.bos_token_id is not None
         self.token_bytes: Final = bytes_of_all_tokens(tokenizer)
         """The bytes of each token by id."""
@@ -50,7 +50,7 @@ class TextTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return bool(self.transformers.chat_template)
 
     def encode(self, text: str, *, adds_bos: bool = True) -> list[int]:
         """Return the tokens of a raw prompt: special tokens are parsed, one BOS comes first."""
@@ -79,7 +79,7 @@ class TextTokenizer:
             )
         safe = [self._break_markers(message) for message in messages]
         try:
-            rendered = self._tokenizer.apply_chat_template(
+            rendered = self.transformers.apply_chat_template(
                 safe,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
@@ -119,11 +119,11 @@ class TextTokenizer:
         return -(-len(text.encode()) // self._longest_token_bytes)
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self.transformers.encode(text, add_special_tokens=False)
         return ids
 
     def _with_one_bos(self, token_ids: list[int]) -> list[int]:
-        bos = self._tokenizer.bos_token_id
+        bos = self.transformers.bos_token_id
         if not self._adds_bos or token_ids[:1] == [bos]:
             return token_ids
         return [bos, *token_ids]

@@ -34,6 +34,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     num_cached_tokens: int = 0
     answers_pings: bool = True
+    step_delay_s: float = 0.0
 
     @property
     def info(self) -> EngineInfo:
@@ -75,7 +76,7 @@ class FakeEngine:
                 for outputs in sequences:
                     if step < len(outputs):
                         yield outputs[step]
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.step_delay_s)
             ended = True
         finally:
             self.running.discard(request.request_id)
@@ -102,8 +103,9 @@ class FakeEngine:
             ids = tuple(step)[:left]
             left -= len(ids)
             reason, stop_token = None, None
-            if ids and ids[-1] == self.eos and not request.params.ignore_eos:
-                reason, stop_token = "stop", self.eos
+            ends = (self.eos, *request.params.stop_token_ids)
+            if ids and ids[-1] in ends and not request.params.ignore_eos:
+                reason, stop_token = "stop", ids[-1]
             elif left == 0:
                 reason = "length"
             outputs.append(
