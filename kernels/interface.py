@@ -10,9 +10,10 @@ Any T, B or K may be 0. Inputs are contiguous unless a docstring says otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:  # sizes of a model can be read without loading torch
+    from torch import Tensor
 
 BLOCK_TOKENS = 64
 """Tokens in one block of the latent cache, and the tile along the keys of attention."""

@@ -182,8 +182,8 @@ class DummyWeights:
     """Makes seeded random tensors in place of a checkpoint (`--load-format dummy`).
 
     A tensor's values depend on the seed and its name alone, not on the order of takes, and differ
-    between dtypes by rounding only. Their scale keeps logits and routers from degenerating: norms
-    near 1, projections 1 / sqrt(fan in).
+    between model dtypes by rounding only. Their scale keeps logits and routers from degenerating:
+    norms near 1, projections 1 / sqrt(fan in).
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, seed: int) -> None:
@@ -192,15 +192,15 @@ class DummyWeights:
         self._seed = seed
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Make the tensor; every shape is accepted."""
+        """Make the tensor, rounded to the model's dtype first; every shape is accepted."""
         mean, spread = _moments(canonical_name(name), shape)
-        tensor = torch.empty(shape, dtype=dtype or self._dtype)
+        tensor = torch.empty(shape, dtype=self._dtype)
         generator = torch.Generator().manual_seed(_seed_of(self._seed, canonical_name(name)))
         # f32 in pieces of fixed size, then rounded: small memory, the same values in every dtype
         for piece in torch.split(tensor.view(-1), 1 << 20):
             noise = torch.empty(piece.shape).uniform_(-1.0, 1.0, generator=generator)
             piece.copy_(noise.mul_(math.sqrt(3.0) * spread).add_(mean))
-        return tensor
+        return tensor if dtype is None else tensor.to(dtype)
 
     def leave(self, name: str) -> None:
         """Do nothing: what is not taken is not made."""

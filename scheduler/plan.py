@@ -67,6 +67,8 @@ class RowResult:
     """One per token when the request asked for them, else empty."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """One per computed prompt position that has a successor in the prompt, when asked for."""
+    draft_token_ids: tuple[int, ...] = ()
+    """Guesses of the tokens after the last accepted one, to be verified in a later step."""
     error: str | None = None
     """The row failed (a test hook, a numerical fault): its request ends with this message."""
 
@@ -84,11 +86,16 @@ class Output:
     """What one sequence gained in a step, already cut at its end."""
 
     sequence_id: int
+    request_id: str
+    index: int
+    """Which of the request's answers."""
     token_ids: list[int] = field(default_factory=list)
+    """New tokens in order; an end-of-sequence or stop token that ends the answer is the last."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
-    """Prompt tokens that were in the prefix cache at (first) admission."""
+    """Prompt tokens that were in the prefix cache at the request's first admission; the same in
+    every output of the request."""
     finish_reason: str | None = None
     """"stop" (end of sequence or a stop token), "length", "abort", "error"."""
     stop_token_id: int | None = None

@@ -1,1 +1,339 @@
 """The composition root: the only place that chooses backends and puts the parts together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from whalepod.kernels.cpu import CpuKernels
+from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
+from whalepod.kernels.invariant import InvariantKernels
+from whalepod.kernels.reference import ReferenceKernels
+from whalepod.models.cache import LatentCache
+from whalepod.models.canary import NotInvariantError, canary
+from whalepod.models.config import ConfigError, ModelConfig, load_config
+from whalepod.models.deepseek_v3 import DeepseekV3
+from whalepod.models.source import SourceError, resolve_model
+from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
+from whalepod.scheduler.config import SchedulerConfig
+from whalepod.scheduler.journal import RecordedScheduler
+from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.plan import Plan, Row
+from whalepod.scheduler.scheduler import Scheduler
+from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
+from whalepod.server.engine.batching import BatchBuilder
+from whalepod.server.engine.core import EngineCore, TestHooks
+from whalepod.server.engine.runner import Runner, RunnerSequence
+from whalepod.server.engine.sampler import Sampler
+from whalepod.server.engine.sampling_state import SamplingState
+from whalepod.server.errors import StartupError
+from whalepod.server.messages import EngineInfo
+
+EMBEDDED_MODEL = "tiny"
+SHARE_OF_FREE_MEMORY = 0.5
+"""What the cache may take of the memory that is free once the weights are loaded."""
+ANY_CHUNK = 2**31
+"""Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
+CANARY_POSITIONS = 2 * BLOCK_TOKENS
+"""The canary's text needs so many, however short the requests may be."""
+PROGRESS_S = 2.0
+"""Seconds between two lines about the weights."""
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(config: EngineConfig) -> EngineCore:
+    """Load the model and put an engine around it, warmed up and ready.
+
+    Raises StartupError, one sentence, for what a user can mend.
+    """
+    try:
+        return _build_engine(config)
+    except (ConfigError, SourceError, WeightsError, NotInvariantError) as error:
+        raise StartupError(str(error)) from error
+    except MemoryError as error:
+        raise StartupError(f"not enough memory for the model: {error}") from error
+
+
+def _build_engine(config: EngineConfig) -> EngineCore:
+    started = time.monotonic()
+    if config.device.num_threads:
+        torch.set_num_threads(config.device.num_threads)
+    loaded = load_model(config)
+    model_config, limits = loaded.config, config.scheduler
+    _check_length(limits, model_config)
+    cache = _new_cache(config, loaded)
+    num_blocks = cache.rows_LPBC.shape[1]
+    eos_token_ids = _eos_token_ids(loaded)
+    journal = _open_journal(config.record)
+    runner = Runner(
+        loaded.model,
+        cache,
+        Sampler(loaded.kernels),
+        BatchBuilder(
+            max_tokens=limits.max_num_batched_tokens,
+            max_rows=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+        ),
+    )
+    warm_up(runner, limits)
+    info = EngineInfo(
+        model_type=model_config.model_type,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        kernels=loaded.kernels.name,
+        max_model_len=limits.max_model_len,
+        vocab_size=model_config.vocab_size,
+        num_blocks=num_blocks,
+        block_tokens=BLOCK_TOKENS,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        weights_bytes=loaded.weights_bytes,
+        kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
+        load_seconds=time.monotonic() - started,
+    )
+    return EngineCore(
+        _new_scheduler(config, num_blocks, eos_token_ids, loaded, journal),
+        runner,
+        info,
+        seed=config.source.seed,
+        hooks=_new_hooks(config, loaded.folder, eos_token_ids),
+        journal=journal,
+    )
+
+
+# -- the model ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model, what it was read from, and the kernels that it runs on."""
+
+    model: DeepseekV3
+    config: ModelConfig
+    kernels: Kernels
+    folder: Path
+    weights_bytes: int
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Read or make the weights that the configuration names."""
+    source, is_dummy = config.source, config.source.load_format == "dummy"
+    folder = resolve_model(source.model, source.revision, with_weights=not is_dummy)
+    model_config = load_config(folder)
+    dtype = _choose_dtype(source, model_config)
+    kernels = choose_kernels(config.device, dtype)
+    weights: Weights
+    if is_dummy:
+        weights = DummyWeights(model_config, dtype=dtype, seed=source.seed)
+    else:
+        weights = CheckpointWeights(folder, model_config, dtype=dtype, progress=_progress())
+    model = DeepseekV3(
+        model_config,
+        weights,
+        kernels,
+        max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
+        absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
+    )
+    if config.device.batch_invariant:
+        canary(model)
+    return LoadedModel(
+        model=model,
+        config=model_config,
+        kernels=kernels,
+        folder=folder,
+        weights_bytes=weights.bytes_read,
+    )
+
+
+def choose_kernels(device: DeviceConfig, dtype: torch.dtype) -> Kernels:
+    """Return the operations of the device, compiled; batch-invariant mode has its own."""
+    if device.device != "cpu":
+        raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
+    if device.batch_invariant:
+        return InvariantKernels()
+    if device.kernels == "reference":
+        return ReferenceKernels()
+    kernels = CpuKernels(num_threads=device.num_threads or None)
+    kernels.warm_up(dtype, _compile_progress())
+    return kernels
+
+
+def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:
+    if source.dtype == "fp32" or (source.dtype == "auto" and source.model == EMBEDDED_MODEL):
+        return torch.float32
+    if source.dtype == "bf16":
+        return torch.bfloat16
+    return torch.float32 if config.torch_dtype == "float32" else torch.bfloat16
+
+
+def _absorbed_max_query_tokens(config: EngineConfig) -> int:
+    if config.device.batch_invariant:
+        return ANY_CHUNK
+    return config.device.absorbed_max_query_tokens
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Return a reporter of bytes read that writes a line now and then."""
+    last = time.monotonic()
+
+    def report(num_read: int, num_bytes: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > PROGRESS_S:
+            last = time.monotonic()
+            logger.info("weights: %d of %d MiB", num_read >> 20, num_bytes >> 20)
+
+    return report
+
+
+def _compile_progress() -> Callable[[int, int], None]:
+    """Return a reporter of compiled kernels that is silent when all came from the cache."""
+    started = time.monotonic()
+
+    def report(num_done: int, num_regions: int) -> None:
+        if time.monotonic() - started > PROGRESS_S:
+            logger.info("compiling kernels (once): %d of %d", num_done, num_regions)
+
+    return report
+
+
+def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
+    """Return the ends of sequence that config.json and generation_config.json name."""
+    file = loaded.folder / "generation_config.json"
+    try:
+        extra = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except FileNotFoundError:
+        extra = None
+    except (ValueError, AttributeError) as error:
+        raise StartupError(f"{file} cannot be read: {error}") from error
+    ids = [] if extra is None else extra if isinstance(extra, list) else [extra]
+    return frozenset(loaded.config.eos_token_ids).union(ids)
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+def _check_length(limits: SchedulerConfig, config: ModelConfig) -> None:
+    if limits.max_model_len > config.max_position_embeddings:
+        raise StartupError(
+            f"max_model_len ({limits.max_model_len}) is over the model's "
+            f"max_position_embeddings ({config.max_position_embeddings}): lower --max-model-len"
+        )
+
+
+def _new_cache(config: EngineConfig, loaded: LoadedModel) -> LatentCache:
+    model_config, dtype = loaded.config, loaded.model.dtype
+    row_bytes = model_config.num_layers * model_config.cache_row_width * dtype.itemsize
+    num_blocks = count_blocks(config, block_bytes=row_bytes * BLOCK_TOKENS)
+    return LatentCache(
+        num_layers=model_config.num_layers,
+        num_blocks=num_blocks,
+        row_width=model_config.cache_row_width,
+        dtype=dtype,
+        device=config.device.device,
+    )
+
+
+def count_blocks(config: EngineConfig, *, block_bytes: int) -> int:
+    """Return the blocks that fit: into the given memory, or as many as all requests can use.
+
+    Raises StartupError when there is no room for one.
+    """
+    limits, given_bytes = config.scheduler, config.device.kv_cache_memory_bytes
+    num_usable = limits.max_num_seqs * -(-limits.max_model_len // BLOCK_TOKENS)
+    free_bytes = int(available_memory_bytes() * SHARE_OF_FREE_MEMORY)
+    num_blocks = given_bytes // block_bytes if given_bytes else free_bytes // block_bytes
+    if num_blocks < 1:
+        raise StartupError(
+            f"the KV cache has {given_bytes or free_bytes} bytes and one block of {BLOCK_TOKENS} "
+            f"tokens takes {block_bytes}: give it more with --kv-cache-memory"
+        )
+    return num_blocks if given_bytes else min(num_blocks, num_usable)
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that new pages may take without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return kib * 1024
+
+
+# -- the engine ---------------------------------------------------------------------------------
+
+
+def _new_scheduler(
+    config: EngineConfig,
+    num_blocks: int,
+    eos_token_ids: frozenset[int],
+    loaded: LoadedModel,
+    journal: BinaryIO | None,
+) -> Scheduler:
+    prefix_seed = f"{loaded.folder}/{config.source}".encode()
+    if journal is None:
+        return Scheduler(
+            config.scheduler,
+            num_blocks=num_blocks,
+            eos_token_ids=eos_token_ids,
+            prefix_seed=prefix_seed,
+            block_tokens=BLOCK_TOKENS,
+        )
+    return RecordedScheduler(
+        config.scheduler,
+        file=journal,
+        num_blocks=num_blocks,
+        eos_token_ids=eos_token_ids,
+        prefix_seed=prefix_seed,
+        block_tokens=BLOCK_TOKENS,
+    )
+
+
+def _open_journal(path: str | None) -> BinaryIO | None:
+    """Create the file of `--record`; only its owner may read the prompts in it."""
+    if path is None:
+        return None
+    try:
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+    except OSError as error:
+        raise StartupError(f"cannot record to {path}: {error.strerror}") from error
+
+
+def _new_hooks(
+    config: EngineConfig, folder: Path, eos_token_ids: frozenset[int]
+) -> TestHooks | None:
+    if not config.enable_test_hooks:
+        return None
+    if not eos_token_ids:
+        raise StartupError("test hooks need a model with an end-of-sequence token")
+    from whalepod.server.engine.script_text import load_encode  # brings transformers with it
+
+    return TestHooks(encode=load_encode(folder), eos_token_id=min(eos_token_ids))
+
+
+def warm_up(runner: Runner, limits: SchedulerConfig) -> None:
+    """Run one step of each kind, so that the first request does not wait for a compiler.
+
+    Its rows go to the first blocks of the cache, which nobody has yet.
+    """
+    for params in (SamplingParams(temperature=0, logprobs=1), SamplingParams(top_p=0.9, seed=0)):
+        runner.add(0, RunnerSequence(state=SamplingState(params, [0], 0)))
+        for num_tokens in (1, 2, min(BLOCK_TOKENS, limits.max_num_batched_tokens)):
+            num_tokens = min(num_tokens, limits.max_model_len)
+            row = Row(
+                sequence_id=0,
+                token_ids=(0,) * num_tokens,
+                start=0,
+                block_ids=(0,),
+                sample=True,
+            )
+            runner.run(Plan(step=0, rows=(row,)))
+        runner.drop(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
@@ -26,7 +26,7 @@ class Upstream(Protocol):
         """Why the engine is lost, or None while it is well."""
         ...
 
-    def submit(self, request: Submit) -> AsyncIterator[SequenceOutput]:
+    def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput]:
         """Yield outputs of all sequences until each has a finish reason.
 
         Closing the iterator early (a client that left, a stop string) aborts the request in the

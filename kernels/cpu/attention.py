@@ -1,0 +1,225 @@
+"""Absorbed attention over the paged latent cache, split over the keys.
+
+A chunk of 512 keys is scored, normalised to its own maximum and mixed; chunks are merged in order
+by their log-sum-exp. Chunks start at multiples of 512 whatever the batch, and merging is the same
+whether one thread walks all chunks or many compute them apart: the bits depend on the row alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from whalepod.kernels.cpu.dense import dot_rows, mix_rows
+from whalepod.kernels.cpu.regions import Region, argument, argument_f64, finish, take, wait_for
+from whalepod.kernels.cpu.simd import (
+    advance,
+    exp_f32,
+    f32_pointer,
+    i32_pointer,
+    load,
+    pointer_like,
+    row_max,
+    row_sum,
+    store,
+)
+from whalepod.kernels.interface import BLOCK_TOKENS
+
+CHUNK_TOKENS = 512
+"""Keys of one item; a multiple of the block."""
+
+HEADS_PER_ITEM = 8
+"""Heads that share one pass over the keys."""
+
+_BLOCK_TOKENS = BLOCK_TOKENS
+
+
+@njit
+def _count_keys(token, query_start, context_lens, num_requests):
+    """Return the request of a token and how many keys it sees."""
+    for b in range(num_requests):
+        start, end = np.int64(load(query_start, b)), np.int64(load(query_start, b + 1))
+        if start <= token < end:
+            return b, np.int64(load(context_lens, b)) - (end - 1 - token)
+    return 0, 0
+
+
+@njit
+def _run_of_rows(cache, width, table, position, most):
+    """Return where the row of a position lies, and how many (at most `most`) follow each other."""
+    offset = position % _BLOCK_TOKENS
+    page = np.int64(load(table, position // _BLOCK_TOKENS)) * _BLOCK_TOKENS
+    return advance(cache, (page + offset) * width), min(_BLOCK_TOKENS - offset, most)
+
+
+@njit
+def _attend_chunk(
+    q,
+    head_stride,
+    num_heads,
+    cache,
+    width,
+    rank,
+    table,
+    first,
+    num_keys,
+    scale,
+    scores,
+    p,
+    o,
+    stats,
+):
+    """Attend to keys first .. first + num_keys; o [heads, R] unnormalised, stats [heads, 2].
+
+    stats holds the maximum and the sum of exponentials of each head.
+    """
+    done = 0
+    while done < num_keys:
+        rows, count = _run_of_rows(cache, width, table, first + done, num_keys - done)
+        target = advance(scores, done)
+        dot_rows(q, None, head_stride, num_heads, rows, width, count, width, target, CHUNK_TOKENS)
+        done += count
+    for head in range(num_heads):
+        row, weights = advance(scores, head * CHUNK_TOKENS), advance(p, head * CHUNK_TOKENS)
+        largest = row_max(row, num_keys) * scale
+        for i in range(num_keys):
+            value = exp_f32(load(row, i) * scale - largest)
+            store(row, i, value)
+            store(weights, i, value)
+        store(stats, 2 * head, largest)
+        store(stats, 2 * head + 1, row_sum(row, num_keys))
+    done = 0
+    while done < num_keys:
+        rows, count = _run_of_rows(cache, width, table, first + done, num_keys - done)
+        weights = advance(p, done)
+        mix_rows(weights, CHUNK_TOKENS, num_heads, rows, width, count, rank, o, rank, done > 0)
+        done += count
+
+
+@njit
+def _merge(o, stats, new_o, new_stats, rank):
+    """Merge a chunk into what the chunks before it gave, for one head."""
+    old_max, new_max = load(stats, 0), load(new_stats, 0)
+    largest = max(old_max, new_max)
+    old_scale, new_scale = exp_f32(old_max - largest), exp_f32(new_max - largest)
+    for i in range(rank):
+        store(o, i, load(o, i) * old_scale + load(new_o, i) * new_scale)
+    total = load(stats, 1) * old_scale + load(new_stats, 1) * new_scale
+    store(stats, 0, largest)
+    store(stats, 1, total)
+
+
+@njit
+def _copy(o, stats, new_o, new_stats, rank):
+    for i in range(rank):
+        store(o, i, load(new_o, i))
+    store(stats, 0, load(new_stats, 0))
+    store(stats, 1, load(new_stats, 1))
+
+
+@njit
+def _write_head(o, stats, rank, has_keys, out, lse):
+    if not has_keys:
+        for i in range(rank):
+            store(out, i, np.float32(0.0))
+        store(lse, 0, np.float32(-np.inf))
+        return
+    total = load(stats, 1)
+    for i in range(rank):
+        store(out, i, load(o, i) / total)
+    store(lse, 0, load(stats, 0) + np.float32(np.log(total)))
+
+
+def _attention_region(block):
+    """Arguments: T, N, C, R, B, M, chunks that are computed apart (0: one thread walks them all),
+    first key, q, its strides of T and N, cache, query_start, context_lens, block_tables, out, lse,
+    and scratch: partial o f32 [T, N, chunks, R], partial stats f32 [T, N, chunks, 2], per thread
+    f32 [2 * 8 * (512 + R + 2)]; softmax scale.
+    """
+    num_tokens, num_heads = argument(block, 0), argument(block, 1)
+    width, rank, num_requests = argument(block, 2), argument(block, 3), argument(block, 4)
+    table_width, num_chunks, first_key = argument(block, 5), argument(block, 6), argument(block, 7)
+    q = pointer_like(block, argument(block, 8))
+    token_stride, head_stride = argument(block, 9), argument(block, 10)
+    cache = pointer_like(block, argument(block, 11))
+    query_start, context_lens = i32_pointer(argument(block, 12)), i32_pointer(argument(block, 13))
+    tables = i32_pointer(argument(block, 14))
+    out, lse = pointer_like(block, argument(block, 15)), f32_pointer(argument(block, 16))
+    partial_o, partial_stats = f32_pointer(argument(block, 17)), f32_pointer(argument(block, 18))
+    own_floats = 2 * HEADS_PER_ITEM * (CHUNK_TOKENS + rank + 2)
+    own_address = argument(block, 19) + take(block, 3) * own_floats * 4
+    scores = f32_pointer(own_address)
+    p = pointer_like(block, own_address + HEADS_PER_ITEM * CHUNK_TOKENS * 4)
+    o = f32_pointer(own_address + 2 * HEADS_PER_ITEM * CHUNK_TOKENS * 4)
+    new_o = advance(o, HEADS_PER_ITEM * rank)
+    stats = advance(new_o, HEADS_PER_ITEM * rank)
+    new_stats = advance(stats, HEADS_PER_ITEM * 2)
+    scale = np.float32(argument_f64(block, 20))
+
+    head_groups = -(-num_heads // HEADS_PER_ITEM)
+    per_token = head_groups * max(num_chunks, 1)
+    while True:
+        item = take(block, 0)
+        if item >= num_tokens * per_token:
+            break
+        token, group, apart = item // per_token, item % head_groups, item % per_token // head_groups
+        head = group * HEADS_PER_ITEM
+        heads = min(HEADS_PER_ITEM, num_heads - head)
+        request, num_keys = _count_keys(token, query_start, context_lens, num_requests)
+        table = advance(tables, request * table_width)
+        queries = advance(q, token * token_stride + head * head_stride)
+        row = token * num_heads + head
+        chunk, last_chunk = first_key // CHUNK_TOKENS, (num_keys - 1) // CHUNK_TOKENS
+        if num_keys <= first_key:
+            chunk, last_chunk = 0, -1
+        if num_chunks > 0:
+            chunk, last_chunk = max(chunk, apart), min(last_chunk, apart)
+        is_first = True
+        while chunk <= last_chunk:
+            first = max(first_key, chunk * CHUNK_TOKENS)
+            _attend_chunk(
+                queries, head_stride, heads, cache, width, rank, table, first,
+                min(num_keys, (chunk + 1) * CHUNK_TOKENS) - first, scale, scores, p, new_o,
+                new_stats,
+            )  # fmt: skip
+            for h in range(heads):
+                target, source = advance(o, h * rank), advance(new_o, h * rank)
+                target_stats, source_stats = advance(stats, 2 * h), advance(new_stats, 2 * h)
+                if num_chunks > 0:
+                    place = (row + h) * num_chunks + chunk
+                    target = advance(partial_o, place * rank)
+                    target_stats = advance(partial_stats, place * 2)
+                if is_first:
+                    _copy(target, target_stats, source, source_stats, rank)
+                else:
+                    _merge(target, target_stats, source, source_stats, rank)
+            is_first = False
+            chunk += 1
+        if num_chunks == 0:
+            for h in range(heads):
+                target, target_lse = advance(out, (row + h) * rank), advance(lse, row + h)
+                own_o, own_stats = advance(o, h * rank), advance(stats, 2 * h)
+                _write_head(own_o, own_stats, rank, num_keys > first_key, target, target_lse)
+        finish(block, 0)
+    if num_chunks == 0:
+        return
+    wait_for(block, 0, num_tokens * per_token)
+    while True:
+        row = take(block, 1)
+        if row >= num_tokens * num_heads:
+            return
+        _, num_keys = _count_keys(row // num_heads, query_start, context_lens, num_requests)
+        first = row * num_chunks + first_key // CHUNK_TOKENS
+        first_o = advance(partial_o, first * rank)
+        first_stats = advance(partial_stats, 2 * first)
+        for place in range(first + 1, row * num_chunks - (-num_keys // CHUNK_TOKENS)):
+            chunk_o, chunk_stats = (
+                advance(partial_o, place * rank),
+                advance(partial_stats, 2 * place),
+            )
+            _merge(first_o, first_stats, chunk_o, chunk_stats, rank)
+        target, target_lse = advance(out, row * rank), advance(lse, row)
+        _write_head(first_o, first_stats, rank, num_keys > first_key, target, target_lse)
+
+
+ATTENTION = Region(_attention_region, "20qd")

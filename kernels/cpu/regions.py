@@ -1,0 +1,227 @@
+"""Parallel regions: numba functions that run on torch's own OpenMP threads.
+
+Numba's `parallel=True` would bring a second pool of threads, and two pools on the same cores stall
+each other for whole scheduler quanta. Here a kernel is a C callback, and `GOMP_parallel` of the
+OpenMP library that torch loaded calls it on the threads that torch's operations use too: entering
+and leaving a region of two threads costs about 1 us (0.6 us of it ctypes; November 2026, 2 cores of
+a Sapphire-Rapids-class machine). Torch's `OMP_NUM_THREADS` and `set_num_threads` apply unchanged.
+
+Work is split into items that threads take one by one from an atomic counter. A stage ends when its
+items are finished, not when every thread has arrived: a thread that the system has put aside holds
+nobody up between stages. Who computes an item never changes its bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+
+from whalepod.kernels.cpu import simd
+from whalepod.kernels.cpu.simd import intrinsic
+
+_NUM_STAGES = 4
+_HEADER = 2 * _NUM_STAGES
+"""int64 values before the arguments of a region: items taken, then items finished, per stage."""
+
+_BLOCK_BYTES = 8 * 64
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A function of one argument block, and the `struct` format of the arguments in it.
+
+    The element type of the block's pointer is the model dtype: `pointer_like(block, address)`.
+    """
+
+    body: Callable[[Any], None]
+    arguments: str
+
+
+class _SourceCache(FunctionCache):
+    """Numba's cache of machine code, keyed by all sources of this folder.
+
+    Numba looks only at the file of the function itself, and would keep code that inlined an older
+    version of another file.
+    """
+
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        return (*super()._index_key(signature, codegen), _SOURCES)
+
+
+def _digest_sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+_SOURCES = _digest_sources()
+
+
+class Team:
+    """Compiles regions and runs them on torch's threads. Safe to use from several threads."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._fork = _find_fork()
+        self.num_threads = num_threads if self._fork else 1
+        self._block = ctypes.create_string_buffer(_BLOCK_BYTES + 64)
+        self._address = -(-ctypes.addressof(self._block) // 64) * 64
+        self._start = self._address - ctypes.addressof(self._block)
+        self._lock = threading.Lock()
+        self._compiled: dict[tuple[Region, torch.dtype], _Compiled] = {}
+
+    def compile(
+        self,
+        regions: Sequence[tuple[Region, torch.dtype]],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Compile regions, or load them from numba's cache; tell how many are done, and of all."""
+        for index, (region, dtype) in enumerate(regions):
+            progress(index, len(regions))
+            self._get(region, dtype)
+        progress(len(regions), len(regions))
+
+    def run(self, region: Region, dtype: torch.dtype, num_items: int, *arguments: Any) -> None:
+        """Call a region on as many threads as there are items, at the most all of the team."""
+        compiled = self._compiled.get((region, dtype)) or self._get(region, dtype)
+        num_threads = min(num_items, self.num_threads)
+        with self._lock:
+            compiled.layout.pack_into(self._block, self._start, *arguments)
+            if num_threads <= 1:
+                compiled.call(self._address)
+            else:
+                self._fork(compiled.address, self._address, num_threads, 0)
+
+    def _get(self, region: Region, dtype: torch.dtype) -> _Compiled:
+        compiled = self._compiled.get((region, dtype))
+        if compiled is None:
+            compiled = _Compiled(region, dtype)
+            self._compiled[region, dtype] = compiled
+        return compiled
+
+
+class _RegionFunction(CFunc):
+    """A C callback with the cache above."""
+
+    def enable_caching(self) -> None:
+        self._cache = _SourceCache(self.__wrapped__)
+
+
+class _Compiled:
+    """A region's machine code for one model dtype."""
+
+    def __init__(self, region: Region, dtype: torch.dtype) -> None:
+        pointer = simd.BF16_POINTER if dtype == torch.bfloat16 else simd.F32_POINTER
+        options = {"error_model": "numpy", "fastmath": {"contract"}}
+        function = _RegionFunction(region.body, ((pointer,), types.void), {}, options)
+        function.enable_caching()
+        function.compile()
+        self.function = function  # owns the machine code
+        assert function.address is not None
+        self.address: int = function.address
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+        self.layout = struct.Struct(f"={8 * _HEADER}x{region.arguments}")
+
+
+def _find_fork() -> Any:
+    """Return `GOMP_parallel` of the OpenMP library in torch's folder; None if there is none."""
+    folder = Path(torch.__file__).parent / "lib"
+    for path in sorted([*folder.glob("libgomp*.so*"), *folder.glob("libiomp5*.so*")]):
+        fork = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
+        if fork is not None:
+            fork.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            fork.restype = None
+            return fork
+    return None
+
+
+# -- inside a region -------------------------------------------------------------------------------
+
+
+def _argument_code(kind: Any) -> Callable[..., Any]:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = builder.bitcast(args[0], kind.as_pointer())
+        return builder.load(builder.gep(values, [builder.add(args[1], ir.IntType(64)(_HEADER))]))
+
+    return codegen
+
+
+@intrinsic
+def argument(typingctx, block, index):
+    """Return the int64 argument at `index` of a region's block."""
+    return types.int64(block, types.int64), _argument_code(ir.IntType(64))
+
+
+@intrinsic
+def argument_f64(typingctx, block, index):
+    """Return the f64 argument at `index` of a region's block."""
+    return types.float64(block, types.int64), _argument_code(ir.DoubleType())
+
+
+@intrinsic
+def _fetch_add(typingctx, block, index):
+    """Add 1 to the int64 at `index` of a block, atomically; return the old value."""
+
+    def codegen(context, builder, signature, args):
+        counters = builder.bitcast(args[0], ir.IntType(64).as_pointer())
+        counter = builder.gep(counters, [args[1]])
+        return builder.atomic_rmw("add", counter, ir.IntType(64)(1), "seq_cst")
+
+    return types.int64(block, types.int64), codegen
+
+
+@intrinsic
+def _load_acquire(typingctx, block, index):
+    """Return the int64 at `index` of a block; later loads see what was stored before it rose."""
+
+    def codegen(context, builder, signature, args):
+        counters = builder.bitcast(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(builder.gep(counters, [args[1]]), "acquire", 8)
+
+    return types.int64(block, types.int64), codegen
+
+
+@intrinsic
+def _relax(typingctx):
+    """Tell the core that this is a spin loop."""
+
+    def codegen(context, builder, signature, args):
+        if str(builder.module.triple).startswith(("x86_64", "i686")):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            name = "llvm.x86.sse2.pause"
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@njit
+def take(block, stage):
+    """Return the next item of a stage; the caller stops when it is past the last."""
+    return _fetch_add(block, stage)
+
+
+@njit
+def finish(block, stage):
+    """Tell that an item of a stage is done."""
+    _fetch_add(block, _NUM_STAGES + stage)
+
+
+@njit
+def wait_for(block, stage, num_items):
+    """Return when all items of a stage are done."""
+    while _load_acquire(block, _NUM_STAGES + stage) < num_items:
+        _relax()

@@ -1,0 +1,243 @@
+"""Record of everything that reaches a scheduler, and its replay.
+
+A journal is a stream of msgpack values: a header, then for each call of the scheduler one frame
+with its input and one with its outcome (a digest of what it returned, or the error's name). It
+holds prompts: whoever opens the file sees to its mode (0600). Replay feeds the inputs to a fresh
+scheduler, without a model, and stops at the first outcome that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, BinaryIO, TypeVar
+
+import msgpack
+
+from whalepod.scheduler.config import SchedulerConfig
+from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult, TokenLogprob
+from whalepod.scheduler.request import Request
+from whalepod.scheduler.scheduler import Scheduler
+
+FORMAT = "whalepod journal"
+VERSION = 1
+_MAX_FRAME_BYTES = 256 * 1024 * 1024
+_Returned = TypeVar("_Returned")
+
+
+class JournalError(ValueError):
+    """A file is not a journal of this version, or is damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Where a replay first differs from what was recorded."""
+
+    frame: int
+    """Number of the input frame, from 1."""
+    call: str
+    step: int
+    """Steps planned before the call."""
+    recorded: str
+    replayed: str
+
+
+def _values(value: object) -> list[Any]:
+    """Turn a dataclass into the list of its fields, for msgpack."""
+    if not is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} does not go into a journal")
+    return [getattr(value, field.name) for field in fields(value)]
+
+
+def _pack(value: object) -> bytes:
+    packed: bytes = msgpack.packb(value, default=_values)
+    return packed
+
+
+def _outcome(value: object) -> tuple[str, str]:
+    return ("returned", hashlib.blake2b(_pack(value), digest_size=8).hexdigest())
+
+
+class RecordedScheduler(Scheduler):
+    """A scheduler that writes each of its inputs to `file` before it acts on it."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        file: BinaryIO,
+        num_blocks: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        prefix_seed: bytes = b"",
+        block_tokens: int = 64,
+    ) -> None:
+        super().__init__(
+            config,
+            num_blocks=num_blocks,
+            eos_token_ids=eos_token_ids,
+            prefix_seed=prefix_seed,
+            block_tokens=block_tokens,
+        )
+        self._file = file
+        header = {
+            "config": asdict(config),
+            "num_blocks": num_blocks,
+            "eos_token_ids": sorted(eos_token_ids),
+            "prefix_seed": prefix_seed,
+            "block_tokens": block_tokens,
+        }
+        self._write([FORMAT, VERSION, header])
+
+    def add(self, request: Request) -> None:
+        self._record("add", _request_values(request), super().add, request)
+
+    def cancel(self, request_id: str) -> None:
+        self._record("cancel", [request_id], super().cancel, request_id)
+
+    def step(self) -> Plan | None:
+        return self._record("step", [], super().step)
+
+    def finish(self, result: StepResult) -> list[Output]:
+        return self._record("finish", [result], super().finish, result)
+
+    def finish_failed(self, step: int) -> None:
+        self._record("finish_failed", [step], super().finish_failed, step)
+
+    def note_clock(self, now_us: int) -> None:
+        self._record("note_clock", [now_us], super().note_clock, now_us)
+
+    def _record(
+        self,
+        name: str,
+        values: list[Any],
+        call: Callable[..., _Returned],
+        *arguments: object,
+    ) -> _Returned:
+        self._write([name, values])
+        try:
+            returned = call(*arguments)
+        except Exception as error:
+            self._write(["raised", type(error).__name__])
+            raise
+        self._write(_outcome(returned))
+        return returned
+
+    def _write(self, frame: object) -> None:
+        self._file.write(_pack(frame))
+
+
+def replay(file: BinaryIO) -> Divergence | None:
+    """Feed a journal to a fresh scheduler; return the first difference, None if there is none.
+
+    A last frame that was cut off ends the replay. Raises JournalError for another format or
+    version, or a damaged file.
+    """
+    frames = _frames(file)
+    scheduler = _fresh_scheduler(next(frames, None))
+    for number, (name, arguments) in enumerate(frames, start=1):
+        step = scheduler.stats().num_steps
+        replayed = _call(scheduler, name, arguments)
+        recorded = next(frames, None)
+        if recorded is not None and recorded != replayed:
+            return Divergence(
+                frame=number,
+                call=name,
+                step=step,
+                recorded=" ".join(recorded),
+                replayed=" ".join(replayed),
+            )
+        scheduler.check()
+    return None
+
+
+def _frames(file: BinaryIO) -> Iterator[tuple[Any, ...]]:
+    unpacker = msgpack.Unpacker(
+        file, use_list=False, strict_map_key=False, max_buffer_size=_MAX_FRAME_BYTES
+    )
+    try:
+        for frame in unpacker:
+            if not isinstance(frame, tuple) or len(frame) < 2:
+                raise JournalError(f"a frame is {frame!r}, not a tuple of at least two")
+            yield frame
+    except (msgpack.UnpackException, ValueError) as error:
+        if isinstance(error, JournalError):
+            raise
+        raise JournalError(f"the journal is damaged: {error}") from error
+
+
+def _fresh_scheduler(header: tuple[Any, ...] | None) -> Scheduler:
+    if header is None or header[:2] != (FORMAT, VERSION):
+        found = "nothing" if header is None else f"{header[:2]!r}"
+        raise JournalError(f"expected {(FORMAT, VERSION)!r} at the start, found {found}")
+    settings = dict(header[2])
+    config = SchedulerConfig(**settings.pop("config"))
+    eos_token_ids = frozenset(settings.pop("eos_token_ids"))
+    return Scheduler(config, eos_token_ids=eos_token_ids, **settings)
+
+
+def _call(scheduler: Scheduler, name: str, arguments: tuple[Any, ...]) -> tuple[str, str]:
+    calls: dict[str, Callable[..., object]] = {
+        "add": lambda *values: scheduler.add(_request(values)),
+        "cancel": scheduler.cancel,
+        "step": scheduler.step,
+        "finish": lambda values: scheduler.finish(_step_result(values)),
+        "finish_failed": scheduler.finish_failed,
+        "note_clock": scheduler.note_clock,
+    }
+    if name not in calls:
+        raise JournalError(f"unknown call {name!r}, known are {sorted(calls)}")
+    try:
+        return _outcome(calls[name](*arguments))
+    except JournalError:
+        raise
+    except Exception as error:  # compared with the recorded outcome, which may be the same error
+        return ("raised", type(error).__name__)
+
+
+def _request_values(request: Request) -> list[Any]:
+    params = {field.name: getattr(request.params, field.name) for field in fields(SamplingParams)}
+    params["logit_bias"] = dict(request.params.logit_bias)
+    return [
+        request.request_id,
+        request.prompt_token_ids,
+        params,
+        request.num_sequences,
+        request.priority,
+        request.cache_salt,
+    ]
+
+
+def _request(values: tuple[Any, ...]) -> Request:
+    request_id, prompt_token_ids, params, num_sequences, priority, cache_salt = values
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        params=SamplingParams(**params),
+        num_sequences=num_sequences,
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+
+
+def _step_result(values: tuple[Any, ...]) -> StepResult:
+    step, rows, step_time_us = values
+    return StepResult(step=step, rows=tuple(map(_row_result, rows)), step_time_us=step_time_us)
+
+
+def _row_result(values: tuple[Any, ...]) -> RowResult:
+    sequence_id, token_ids, logprobs, prompt_logprobs, draft_token_ids, error = values
+    return RowResult(
+        sequence_id=sequence_id,
+        token_ids=token_ids,
+        logprobs=tuple(map(_token_logprob, logprobs)),
+        prompt_logprobs=tuple(map(_token_logprob, prompt_logprobs)),
+        draft_token_ids=draft_token_ids,
+        error=error,
+    )
+
+
+def _token_logprob(values: tuple[Any, ...]) -> TokenLogprob:
+    token_id, logprob, rank, top = values
+    return TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, top=top)

@@ -1,0 +1,227 @@
+"""Who runs: the running sequences, the waiting ones, and the making of a plan from both."""
+
+from __future__ import annotations
+
+from bisect import insort
+from operator import attrgetter
+
+from whalepod.scheduler.admission import (
+    Reuse,
+    count_shared_blocks,
+    find_reuse,
+    may_start,
+)
+from whalepod.scheduler.config import SchedulerConfig
+from whalepod.scheduler.plan import Row
+from whalepod.scheduler.request import Sequence, Status
+from whalepod.scheduler.residency import Residency
+from whalepod.scheduler.waiting import WaitingQueue
+
+# Blocks that an admission leaves free, so that decoding sequences can grow for a while.
+SEQUENCES_PER_SPARE_BLOCK = 8
+_ORDER = attrgetter("order")
+
+
+class Sketch:
+    """A plan in the making: rows by sequence, and what is left of the token budget."""
+
+    __slots__ = ("admitted", "budget", "preempted", "rows")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: dict[int, Row] = {}
+        self.preempted: list[int] = []
+        self.admitted: list[Sequence] = []
+
+    def add(self, row: Row) -> None:
+        self.rows[row.sequence_id] = row
+        self.budget -= len(row.token_ids)
+
+    def withdraw(self, sequence_id: int) -> None:
+        row = self.rows.pop(sequence_id, None)
+        if row is not None:
+            self.budget += len(row.token_ids)
+
+
+class Planner:
+    """Owns the order of running and waiting sequences; their blocks are the residency's."""
+
+    def __init__(self, config: SchedulerConfig, residency: Residency) -> None:
+        self.running: list[Sequence] = []  # by priority, then age
+        self.waiting = WaitingQueue(config.max_admission_skips)
+        self._config = config
+        self._residency = residency
+        self._pool = residency.pool
+
+    def plan(self) -> Sketch:
+        """Spend one token budget: running sequences by priority and age, then admissions."""
+        sketch = Sketch(self._config.max_num_batched_tokens)
+        self._plan_running(sketch)
+        if not sketch.preempted:  # blocks are short: to admit now would only thrash
+            self._plan_admissions(sketch)
+        return sketch
+
+    def remove(self, sequence: Sequence, *, keep_text: bool) -> None:
+        """Take a sequence out of its queue or slot; `keep_text`: as Residency.leave."""
+        if sequence.status is Status.RUNNING:
+            self._residency.leave(sequence, keep_text=keep_text)
+            self.running.remove(sequence)
+            sequence.request.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def _plan_running(self, sketch: Sketch) -> None:
+        num_reserved = 0
+        for sequence in self.running:
+            if len(sequence.token_ids) - sequence.num_computed == 1:
+                num_reserved += 1
+        position = 0
+        while position < len(self.running):  # preemption shortens the list from its end
+            sequence = self.running[position]
+            position += 1
+            num_pending = len(sequence.token_ids) - sequence.num_computed
+            if num_pending == 1:
+                num_reserved -= 1
+            budget = sketch.budget - num_reserved
+            if budget > 0 and self._grow(sequence, min(num_pending, budget), sketch):
+                sketch.add(self._row(sequence, budget))
+
+    def _row(self, sequence: Sequence, budget: int) -> Row:
+        """Take as many pending tokens and drafts as budget and blocks allow."""
+        start = sequence.num_computed
+        token_ids = tuple(sequence.token_ids[start : start + budget])
+        is_last = start + len(token_ids) == len(sequence.token_ids)
+        draft_token_ids: tuple[int, ...] = ()
+        if sequence.draft_token_ids and is_last:
+            draft_token_ids = self._take_drafts(sequence, budget - len(token_ids))
+        return Row(
+            sequence_id=sequence.sequence_id,
+            token_ids=token_ids + draft_token_ids,
+            start=start,
+            block_ids=self._residency.block_table(sequence),
+            sample=is_last and sequence.samples,
+            num_drafts=len(draft_token_ids),
+        )
+
+    def _take_drafts(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
+        """Choose the drafts to verify; their blocks come from what is available, or they wait."""
+        num_tokens = len(sequence.token_ids)
+        num_wanted = min(budget, sequence.max_total_tokens - num_tokens - 1)
+        drafts = sequence.draft_token_ids[: max(num_wanted, 0)]
+        self._residency.extend(sequence, num_tokens + len(drafts))
+        return drafts[: len(sequence.block_ids) * self._residency.block_tokens - num_tokens]
+
+    def _grow(self, sequence: Sequence, num_tokens: int, sketch: Sketch) -> bool:
+        """Give a sequence the blocks for `num_tokens` more, preempting from the end of the order;
+        False when it had to go itself."""
+        while not self._residency.extend(sequence, sequence.num_computed + num_tokens):
+            victim = self.running[-1]
+            self._preempt(victim, sketch)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence, sketch: Sketch) -> None:
+        """Take slot and blocks of a running sequence; its text stays cached as long as it can."""
+        self.remove(victim, keep_text=True)
+        victim.was_preempted = True
+        victim.status = Status.WAITING
+        self.waiting.add(victim)
+        sketch.withdraw(victim.sequence_id)
+        sketch.preempted.append(victim.sequence_id)
+
+    # ---- admissions
+
+    def _plan_admissions(self, sketch: Sketch) -> None:
+        while self._may_admit(sketch):
+            sequence = self.waiting.choose(may_start, self._count_shared_blocks)
+            if sequence is None or sequence.sequence_id in sketch.preempted:
+                return
+            if not self._has_slot(sequence, sketch):
+                return
+            reuse = self._reserve(sequence, sketch)
+            if reuse is None:
+                return
+            if not self._has_budget(sequence, sketch):
+                self._residency.let_go(reuse)
+                return
+            self._start(sequence, reuse)
+            sketch.admitted.append(sequence)
+            sketch.add(self._row(sequence, sketch.budget))
+
+    def _may_admit(self, sketch: Sketch) -> bool:
+        """Rule out the common case cheaply: full, and nobody of lower priority to give way."""
+        if not self.waiting:
+            return False
+        if sketch.budget > 0 and len(self.running) < self._config.max_num_seqs:
+            return True
+        return self.running[-1].request.priority > self.waiting.first_priority
+
+    def _count_shared_blocks(self, sequence: Sequence) -> int:
+        if not self._config.enable_prefix_caching:
+            return 0
+        return count_shared_blocks(sequence, self._residency.tree)
+
+    def _has_slot(self, sequence: Sequence, sketch: Sketch) -> bool:
+        """Find a free slot, or one of a sequence of strictly lower priority."""
+        if len(self.running) < self._config.max_num_seqs:
+            return True
+        victim = self.running[-1]
+        if victim.request.priority <= sequence.request.priority:
+            return False
+        self._preempt(victim, sketch)
+        return True
+
+    def _has_budget(self, sequence: Sequence, sketch: Sketch) -> bool:
+        """Find unspent tokens, or those of a longer row of strictly lower priority, which then
+        waits for a later step."""
+        for other in reversed(self.running):
+            if sketch.budget > 0 or other.request.priority <= sequence.request.priority:
+                break
+            row = sketch.rows.get(other.sequence_id)
+            if row is not None and len(row.token_ids) > 1:
+                sketch.withdraw(other.sequence_id)
+        return sketch.budget > 0
+
+    def _reserve(self, sequence: Sequence, sketch: Sketch) -> Reuse | None:
+        """Hold what the cache has of a sequence, if there are blocks for the rest; else None."""
+        reuse = find_reuse(
+            sequence, self._residency.tree, has_cache=self._config.enable_prefix_caching
+        )
+        self._residency.hold(reuse)
+        num_blocks = self._residency.num_blocks(len(sequence.token_ids)) - len(reuse.block_ids)
+        num_blocks += self._num_spare_blocks(sequence)
+        if self._pool.num_available < num_blocks:
+            self._residency.drop_copy(reuse)
+        self._displace(sequence, num_blocks, sketch)
+        if self._pool.num_available < num_blocks:
+            self._residency.let_go(reuse)
+            return None
+        return reuse
+
+    def _num_spare_blocks(self, sequence: Sequence) -> int:
+        """Leave some to running sequences that will not be displaced, or the next steps would
+        preempt what is admitted now."""
+        priority = sequence.request.priority
+        num_peers = sum(1 for peer in self.running if peer.request.priority <= priority)
+        return -(-num_peers // SEQUENCES_PER_SPARE_BLOCK)
+
+    def _displace(self, sequence: Sequence, num_blocks: int, sketch: Sketch) -> None:
+        """Preempt sequences of strictly lower priority while blocks are short, if that helps."""
+        priority = sequence.request.priority
+        lower = [victim for victim in self.running if victim.request.priority > priority]
+        num_held = sum(len(victim.block_ids) for victim in lower)
+        if self._pool.num_available + num_held < num_blocks:
+            return
+        while lower and self._pool.num_available < num_blocks:
+            self._preempt(lower.pop(), sketch)
+
+    def _start(self, sequence: Sequence, reuse: Reuse) -> None:
+        """Give a sequence its slot and blocks."""
+        self.waiting.note_admission(sequence)
+        sequence.status = Status.RUNNING
+        sequence.was_preempted = False
+        sequence.num_skips = 0
+        self._residency.enter(sequence, reuse)
+        insort(self.running, sequence, key=_ORDER)
+        sequence.request.running.append(sequence)

@@ -1,0 +1,332 @@
+"""The scheduler of one engine: requests in, one step at a time as a value, tokens out."""
+
+from __future__ import annotations
+
+from whalepod.scheduler.blocks import BlockPool
+from whalepod.scheduler.config import SchedulerConfig
+from whalepod.scheduler.door import max_total_tokens
+from whalepod.scheduler.errors import QueueFull
+from whalepod.scheduler.invariants import check_results, check_sequences, held_blocks
+from whalepod.scheduler.plan import Output, Plan, Row, RowResult, StepResult
+from whalepod.scheduler.planner import Planner, Sketch
+from whalepod.scheduler.prefix import PrefixTree
+from whalepod.scheduler.request import Ending, Request, Sequence, Status, find_ending
+from whalepod.scheduler.residency import Residency
+from whalepod.scheduler.stats import Counters, SchedulerStats
+
+
+class Scheduler:
+    """Decides which tokens are computed when, and where their cache rows live.
+
+    The engine's loop is `plan = step()`, run it, `finish(result)` or `finish_failed(step)`. One
+    step is in flight at a time; `add` and `cancel` are allowed at every moment. A sequence that
+    runs or waits, every block and every counter have one owner: this object.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        prefix_seed: bytes = b"",
+        block_tokens: int = 64,
+    ) -> None:
+        """Start empty. `prefix_seed` names the model and its weights: rows of others never match.
+
+        Raises ValueError when there is no block.
+        """
+        self.config = config
+        self.block_tokens = block_tokens
+        self.eos_token_ids = eos_token_ids
+        self.tree = PrefixTree(block_tokens=block_tokens, seed=prefix_seed)
+        self.pool = BlockPool(num_blocks, self.tree)
+        self._residency = Residency(self.pool, self.tree)
+        self._planner = Planner(config, self._residency)
+        self._requests: dict[str, Request] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._in_flight: Plan | None = None
+        self._unreported_preemptions: list[int] = []
+        self._cancelled: list[Request] = []
+        self._num_arrivals = 0
+        self._next_sequence_id = 0
+        self._num_queued_requests = 0
+        self._counters = Counters()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is alive: waiting, running, or cancelled in the step in flight."""
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises TooLong or QueueFull before anything is queued, and ValueError for an id that is
+        alive already.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in use already")
+        num_tokens = max_total_tokens(
+            request,
+            max_model_len=self.config.max_model_len,
+            capacity_tokens=self.pool.num_blocks * self.block_tokens,
+        )
+        if self._num_queued_requests >= self.config.max_num_queued_reqs:
+            raise QueueFull(self._num_queued_requests, self.config.max_num_queued_reqs)
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._num_queued_requests += 1
+        self._requests[request.request_id] = request
+        for index in range(request.num_sequences):
+            sequence = self._new_sequence(request, index, num_tokens)
+            request.sequences.append(sequence)
+            self._planner.waiting.add(sequence)
+
+    def _new_sequence(self, request: Request, index: int, max_total_tokens: int) -> Sequence:
+        eos_token_ids = frozenset() if request.params.ignore_eos else self.eos_token_ids
+        sequence = Sequence(
+            sequence_id=self._next_sequence_id,
+            request=request,
+            index=index,
+            max_total_tokens=max_total_tokens,
+            stop_token_ids=eos_token_ids.union(request.params.stop_token_ids),
+        )
+        self._sequences[sequence.sequence_id] = sequence
+        self._next_sequence_id += 1
+        return sequence
+
+    def cancel(self, request_id: str) -> None:
+        """End a request in any state; unknown ids are ignored (it may just have ended).
+
+        Its blocks are free at once, or after the step in flight, which may still write them.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.cancelled:
+            return
+        request.cancelled = True
+        if self._in_flight is None:
+            self._drop(request)
+        else:
+            self._cancelled.append(request)
+
+    def owner(self, sequence_id: int) -> tuple[str, int]:
+        """Return request id and index of a live sequence. Raises KeyError."""
+        sequence = self._sequences[sequence_id]
+        return sequence.request.request_id, sequence.index
+
+    def sequence(self, sequence_id: int) -> Sequence:
+        """Return a live sequence, to be read only. Raises KeyError."""
+        return self._sequences[sequence_id]
+
+    # ---- one step
+
+    def step(self) -> Plan | None:
+        """Spend one token budget: running sequences by priority and age, then admissions.
+
+        A decoding sequence is never short of its one token: chunks of prompts take what is left
+        after one for each of them. None when nothing can run. Raises RuntimeError while another
+        step is in flight.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError(f"step {self._in_flight.step} is in flight: finish it first")
+        sketch = self._planner.plan()
+        self._unreported_preemptions += sketch.preempted
+        self._counters.num_preemptions += len(sketch.preempted)
+        for sequence in sketch.admitted:
+            self._count_admission(sequence)
+        if sketch.rows:
+            self._in_flight = self._seal(sketch)
+        return self._in_flight
+
+    def _seal(self, sketch: Sketch) -> Plan:
+        rows = tuple(sketch.rows.values())
+        pending = (self._sequences[row.sequence_id].pending_copy for row in rows)
+        self._counters.num_steps += 1
+        return Plan(
+            step=self._counters.num_steps,
+            rows=rows,
+            copies=tuple(copy for copy in pending if copy is not None),
+            preempted=tuple(self._unreported_preemptions),
+        )
+
+    def _count_admission(self, sequence: Sequence) -> None:
+        """Report cached tokens once, at the request's first admission: later ones, and its other
+        answers, find its own rows there."""
+        request = sequence.request
+        if request.was_admitted:
+            return
+        request.was_admitted = True
+        request.num_cached_tokens = sequence.num_computed
+        self._num_queued_requests -= 1
+        self._counters.prefix_cache_queries_tokens += sequence.num_prompt_tokens
+        self._counters.prefix_cache_hits_tokens += sequence.num_computed
+        self._counters.prompt_tokens += sequence.num_prompt_tokens
+
+    # ---- results
+
+    def finish(self, result: StepResult) -> list[Output]:
+        """Take the results of the step in flight and return what each sequence gained.
+
+        Raises ValueError, and changes nothing, when they do not fit the plan.
+        """
+        plan = self._check_in_flight(result.step)
+        results = {row.sequence_id: row for row in result.rows}
+        check_results(plan, results)
+        self._in_flight = None
+        self._unreported_preemptions.clear()
+        self._counters.num_step_tokens = plan.num_tokens
+        self._counters.step_time_us = result.step_time_us
+        outputs: list[Output] = []
+        for row in plan.rows:
+            self._finish_row(row, results[row.sequence_id], outputs)
+        self._drop_cancelled()
+        return outputs
+
+    def finish_failed(self, step: int) -> None:
+        """Note that the step in flight failed: no token of it counts, none of its blocks is
+        shared, and the next step plans the same tokens again."""
+        self._check_in_flight(step)
+        self._in_flight = None
+        self._drop_cancelled()
+
+    def _check_in_flight(self, step: int) -> Plan:
+        plan = self._in_flight
+        if plan is None or plan.step != step:
+            in_flight = "none" if plan is None else plan.step
+            raise ValueError(f"result of step {step}, but the step in flight is {in_flight}")
+        return plan
+
+    def _finish_row(self, row: Row, result: RowResult, outputs: list[Output]) -> None:
+        sequence = self._sequences.get(row.sequence_id)
+        if sequence is None:
+            return  # a sibling's error ended the request
+        if result.error is not None:
+            self._fail(sequence.request, result.error, outputs)
+            return
+        if sequence.pending_copy is not None:
+            self._residency.note_copied(sequence)
+        ending = find_ending(sequence, result.token_ids)
+        self._accept(sequence, row, result, ending.num_kept)
+        output = self._output(sequence, row, result, ending)
+        if output.finish_reason is not None:
+            self._end(sequence)
+        elif row.num_drafts:
+            self._residency.trim(sequence)
+        gained = output.token_ids or output.prompt_logprobs or output.finish_reason
+        if gained and not sequence.request.cancelled:
+            outputs.append(output)
+
+    def _accept(self, sequence: Sequence, row: Row, result: RowResult, num_kept: int) -> None:
+        """Add a row's tokens, roll back what was not accepted, and share the blocks it filled."""
+        num_computed = row.start + len(row.token_ids)
+        if row.num_drafts:
+            num_rejected = row.num_drafts + 1 - len(result.token_ids)
+            num_past_end = max(len(result.token_ids) - 1 - num_kept, 0)
+            num_computed -= num_rejected + num_past_end
+        sequence.num_computed = num_computed
+        sequence.token_ids += result.token_ids[:num_kept]
+        sequence.draft_token_ids = result.draft_token_ids
+        self._counters.generation_tokens += num_kept
+        if num_computed >= (len(sequence.path) + 1) * self.block_tokens:
+            self._residency.publish(sequence)
+
+    def _output(self, sequence: Sequence, row: Row, result: RowResult, ending: Ending) -> Output:
+        num_kept, finish_reason, stop_token_id = ending
+        if finish_reason is None and not sequence.num_pending:
+            finish_reason = "length"  # the prompt is computed, and no token was asked for
+        return Output(
+            sequence_id=sequence.sequence_id,
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=list(result.token_ids[:num_kept]),
+            logprobs=list(result.logprobs[:num_kept]),
+            prompt_logprobs=sequence.take_prompt_logprobs(row.start, result.prompt_logprobs),
+            num_cached_tokens=sequence.request.num_cached_tokens,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+        )
+
+    def _fail(self, request: Request, error: str, outputs: list[Output]) -> None:
+        """End all answers of a request; the blocks of this step are not shared."""
+        for sequence in list(request.sequences):
+            if sequence.status is Status.ENDED:
+                continue
+            if not request.cancelled:
+                outputs.append(
+                    Output(
+                        sequence_id=sequence.sequence_id,
+                        request_id=request.request_id,
+                        index=sequence.index,
+                        num_cached_tokens=request.num_cached_tokens,
+                        finish_reason="error",
+                        error=error,
+                    )
+                )
+            self._end(sequence, keep_text=False)
+
+    # ---- the end of a sequence
+
+    def _end(self, sequence: Sequence, *, keep_text: bool = True) -> None:
+        self._planner.remove(sequence, keep_text=keep_text)
+        sequence.status = Status.ENDED
+        del self._sequences[sequence.sequence_id]
+        request = sequence.request
+        if all(sibling.status is Status.ENDED for sibling in request.sequences):
+            del self._requests[request.request_id]
+            if not request.was_admitted:
+                self._num_queued_requests -= 1
+
+    def _drop(self, request: Request) -> None:
+        for sequence in request.sequences:
+            if sequence.status is not Status.ENDED:
+                self._end(sequence)
+
+    def _drop_cancelled(self) -> None:
+        for request in self._cancelled:
+            self._drop(request)
+        self._cancelled.clear()
+
+    def note_clock(self, now_us: int) -> None:
+        """Take the caller's clock reading of a step. Nothing here decides by it yet; it is an
+        input like the others, so a journal has it."""
+        self._counters.clock_us = now_us
+
+    # ---- what others may know
+
+    def stats(self) -> SchedulerStats:
+        """Read gauges and counters."""
+        counters = self._counters
+        return SchedulerStats(
+            num_running=len(self._planner.running),
+            num_waiting=len(self._planner.waiting),
+            num_free_blocks=self.pool.num_free,
+            num_cached_blocks=self.pool.num_cached,
+            num_owned_blocks=self.pool.num_owned,
+            num_quarantined_blocks=self.pool.num_quarantined,
+            num_blocks=self.pool.num_blocks,
+            num_steps=counters.num_steps,
+            num_preemptions=counters.num_preemptions,
+            prefix_cache_queries_tokens=counters.prefix_cache_queries_tokens,
+            prefix_cache_hits_tokens=counters.prefix_cache_hits_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            num_step_tokens=counters.num_step_tokens,
+            step_time_us=counters.step_time_us,
+        )
+
+    def check(self) -> None:
+        """Compare every count with a fresh one. Raises AssertionError with both values."""
+        running, waiting = self._planner.running, list(self._planner.waiting)
+        check_sequences(
+            running=running,
+            waiting=waiting,
+            block_tokens=self.block_tokens,
+            max_num_seqs=self.config.max_num_seqs,
+        )
+        self.pool.check(held_blocks(running))
+        num_live = len(running) + len(waiting)
+        num_known = len(self._sequences)
+        assert num_live == num_known, f"{num_live} sequences run or wait, {num_known} are known"
+        queued = [r.request_id for r in self._requests.values() if not r.was_admitted]
+        num_queued = self._num_queued_requests
+        assert num_queued == len(queued), f"{num_queued} requests are counted in {queued}"

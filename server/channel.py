@@ -1,0 +1,324 @@
+"""The wire between gateway and engine: one ZeroMQ pair over a socket file in a private folder.
+
+`EngineServer` is the engine's end (blocking, one thread), `EngineChannel` the gateway's (asyncio).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import zmq
+import zmq.asyncio
+
+from whalepod.server.codec import decode, encode
+from whalepod.server.errors import EngineLost, RequestRejected
+from whalepod.server.messages import (
+    MAX_MESSAGE_BYTES,
+    Abort,
+    EngineFailed,
+    EngineInfo,
+    MessageError,
+    Ping,
+    Pong,
+    Rejected,
+    SequenceOutput,
+    Shutdown,
+    Stats,
+    StepOutputs,
+    Submit,
+    ToEngine,
+    ToGateway,
+)
+from whalepod.server.outputs import join_outputs
+
+MAX_QUEUED_MESSAGES = 1024
+"""High-water mark of each direction: past it a sender waits for its peer."""
+MAX_QUEUED_OUTPUTS = 64
+"""Outputs that wait for one slow reader; later ones are joined to the last of their sequence."""
+MAX_LIVE_REQUESTS = 16_384
+"""Requests in flight on one channel: each has a queue here, and one abort may wait to be sent."""
+MAX_RECEIVED_AT_ONCE = 256
+"""Messages that the engine takes between two steps."""
+EXIT_POLL_S = 0.2
+"""How often the gateway looks whether the engine's process lives."""
+LINGER_MS = 1000
+"""How long last words may take to leave a socket that is closed."""
+
+logger = logging.getLogger(__name__)
+
+
+def new_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """Make one end of the pair, with every queue and every wait bounded."""
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    return socket
+
+
+class EngineServer:
+    """The engine's end. `should_stop` is asked whenever a call has waited for `poll_s`."""
+
+    def __init__(
+        self,
+        address: str,
+        should_stop: Callable[[], bool] = lambda: False,
+        poll_s: float = 0.5,
+    ) -> None:
+        self._should_stop = should_stop
+        self._poll_ms = int(poll_s * 1000)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = new_socket(self._context)
+        self._socket.connect(address)
+
+    def receive(self, *, wait: bool) -> list[ToEngine]:
+        """Return the messages that have come; with `wait` sleep up to `poll_s` for the first.
+
+        A frame that is no message of the gateway is logged and dropped.
+        """
+        messages: list[ToEngine] = []
+        if wait and not self._socket.poll(self._poll_ms):
+            return messages
+        with suppress(zmq.Again):
+            while len(messages) < MAX_RECEIVED_AT_ONCE:
+                message = _decode_or_none(self._socket.recv(zmq.NOBLOCK))
+                if message is not None:
+                    messages.append(message)
+        return messages
+
+    def send(self, message: ToGateway) -> None:
+        """Send a message; while the gateway is behind wait for it, unless told to stop."""
+        frame = encode(message)
+        while True:
+            with suppress(zmq.Again):
+                self._socket.send(frame, zmq.NOBLOCK)
+                return
+            if not self._socket.poll(self._poll_ms, zmq.POLLOUT) and self._should_stop():
+                return
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def _decode_or_none(frame: bytes) -> ToEngine | None:
+    try:
+        message = decode(frame)
+    except MessageError as error:
+        logger.error("dropped a frame of the gateway: %s", error)
+        return None
+    if isinstance(message, Submit | Abort | Ping | Shutdown):
+        return message
+    logger.error("dropped a %s: the gateway does not send these", type(message).__name__)
+    return None
+
+
+class _Mailbox:
+    """Outputs of one request on their way to its reader."""
+
+    def __init__(self) -> None:
+        self._outputs: deque[SequenceOutput] = deque()
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def put(self, output: SequenceOutput) -> None:
+        """Queue an output; behind a slow reader it is joined to the last of its sequence."""
+        if len(self._outputs) >= MAX_QUEUED_OUTPUTS:
+            for place in range(len(self._outputs) - 1, -1, -1):
+                if self._outputs[place].index == output.index:
+                    self._outputs[place] = join_outputs(self._outputs[place], output)
+                    return
+        self._outputs.append(output)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Make the reader raise once it has read what came before."""
+        self._error = error
+        self._arrived.set()
+
+    async def get(self) -> SequenceOutput:
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._outputs.popleft()
+
+
+class EngineChannel:
+    """The gateway's end: an `Upstream`. Use as `async with`, in the event loop that serves.
+
+    `socket` is bound and its engine has sent `info`; the channel closes it at the end.
+    `exit_reason` says why the engine's process ended, or None while it lives.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        info: EngineInfo,
+        exit_reason: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._socket = socket
+        self._info = info
+        self._exit_reason = exit_reason
+        self._stats = Stats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
+        self._failure: str | None = None
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._pings: dict[int, asyncio.Future[Stats]] = {}
+        self._last_nonce = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()  # two a live request, at most
+        self._async_socket = zmq.asyncio.Socket(self._socket)
+        loops = (self._receive_all(), self._send_all(), self._watch_process())
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail("the server is stopping")
+        self._async_socket.close()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Let no background task die unseen."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the engine's channel failed", exc_info=error)
+            self._fail(f"the channel to the engine failed: {error}")
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said when it became ready."""
+        return self._info
+
+    @property
+    def stats(self) -> Stats:
+        """The newest counters that the engine sent."""
+        return self._stats
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is lost, or None while it is well."""
+        return self._failure
+
+    async def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput, None]:
+        """Yield outputs of all sequences until each has a finish reason.
+
+        Closing the iterator early aborts the request in the engine and frees its blocks. A reader
+        that falls behind gets longer outputs, never fewer tokens. Raises RequestRejected when the
+        engine refuses the request and EngineLost when it dies.
+        """
+        self._check_well()
+        request_id = request.request_id
+        if request_id in self._mailboxes:
+            raise ValueError(f"request id {request_id!r} is in use already")
+        if len(self._mailboxes) >= MAX_LIVE_REQUESTS:
+            raise RequestRejected(
+                "queue_full", f"{MAX_LIVE_REQUESTS} requests are live: retry later"
+            )
+        frame = encode(request)
+        mailbox = self._mailboxes[request_id] = _Mailbox()
+        num_live = request.num_sequences
+        self._outbox.put_nowait(frame)
+        try:
+            while num_live:
+                output = await mailbox.get()
+                num_live -= output.finish_reason is not None
+                yield output
+        finally:
+            del self._mailboxes[request_id]
+            if num_live and not mailbox.has_failed:
+                self._send(Abort(request_id=request_id))
+
+    async def ping(self, timeout_s: float) -> Stats:
+        """Return fresh counters from the engine loop itself; EngineLost after `timeout_s`."""
+        self._check_well()
+        if self._outbox.qsize() > MAX_QUEUED_MESSAGES:
+            raise EngineLost("the engine takes no messages")
+        self._last_nonce += 1
+        nonce = self._last_nonce
+        pong = self._pings[nonce] = asyncio.get_running_loop().create_future()
+        self._send(Ping(nonce=nonce))
+        try:
+            return await asyncio.wait_for(pong, timeout_s)
+        except TimeoutError:
+            raise EngineLost(f"the engine's loop did not answer within {timeout_s} s") from None
+        finally:
+            del self._pings[nonce]
+
+    def _check_well(self) -> None:
+        if self._failure is not None:
+            raise EngineLost(self._failure)
+
+    def _send(self, message: ToEngine) -> None:
+        self._outbox.put_nowait(encode(message))
+
+    # -- background tasks -----------------------------------------------------------------------
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._async_socket.send(await self._outbox.get())
+
+    async def _receive_all(self) -> None:
+        try:
+            while self._failure is None:
+                self._take(decode(await self._async_socket.recv()))
+        except MessageError as error:
+            self._fail(f"the engine sent what cannot be read: {error}")
+
+    async def _watch_process(self) -> None:
+        while (reason := self._exit_reason()) is None:
+            await asyncio.sleep(EXIT_POLL_S)
+        self._fail(reason)
+
+    def _take(self, message: ToEngine | ToGateway) -> None:
+        match message:
+            case StepOutputs():
+                self._stats = message.stats
+                for output in message.outputs:
+                    if (mailbox := self._mailboxes.get(output.request_id)) is not None:
+                        mailbox.put(output)
+            case Pong():
+                self._stats = message.stats
+                pong = self._pings.get(message.nonce)
+                if pong is not None and not pong.done():
+                    pong.set_result(message.stats)
+            case Rejected():
+                if (mailbox := self._mailboxes.get(message.request_id)) is not None:
+                    mailbox.fail(RequestRejected(message.code, message.message))
+            case EngineFailed():
+                self._fail(message.message)
+            case _:
+                logger.error("dropped a %s of the engine", type(message).__name__)
+
+    def _fail(self, reason: str) -> None:
+        """Mark the engine lost, once: all who wait for it raise EngineLost."""
+        if self._failure is not None:
+            return
+        self._failure = reason
+        for mailbox in self._mailboxes.values():
+            if not mailbox.has_failed:
+                mailbox.fail(EngineLost(reason))
+        for pong in self._pings.values():
+            if not pong.done():
+                pong.set_exception(EngineLost(reason))

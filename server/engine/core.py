@@ -1,0 +1,305 @@
+"""The engine without a process: messages in, one step at a time, outputs out."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import BinaryIO
+
+from whalepod.scheduler.errors import RequestRejected
+from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
+from whalepod.scheduler.request import Request, Sequence as ScheduledSequence
+from whalepod.scheduler.scheduler import Scheduler
+from whalepod.server.engine.runner import Runner, RunnerSequence
+from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
+from whalepod.server.engine.scripted import Encode, Script
+from whalepod.server.messages import (
+    Abort,
+    EngineInfo,
+    Ping,
+    Pong,
+    Rejected,
+    SequenceOutput,
+    Shutdown,
+    Stats,
+    StepOutputs,
+    Submit,
+    ToEngine,
+    ToGateway,
+)
+from whalepod.server.outputs import join_outputs
+
+MAX_NUM_SEQUENCES = 128
+"""Answers to one prompt; OpenAI's own limit."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestHooks:
+    """What the request key `test_steps` needs; an engine without it refuses the key."""
+
+    encode: Encode
+    eos_token_id: int
+
+
+class EngineCore:
+    """Owns the scheduler and the runner, and turns messages into steps and steps into messages.
+
+    The loop around it is `receive(messages)`, then `step()`. A step that raises is run once more;
+    when that fails too the requests in it end with an error, and the engine goes on.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        seed: int = 0,
+        hooks: TestHooks | None = None,
+        journal: BinaryIO | None = None,
+    ) -> None:
+        """Start idle.
+
+        seed     starts the generator of the seeds of requests that bring none
+        journal  the file that the scheduler records to; flushed when idle, closed at the end
+        """
+        self.info = info
+        self.is_stopping = False
+        self._scheduler = scheduler
+        self._runner = runner
+        self._hooks = hooks
+        self._journal = journal
+        self._seeds = random.Random(seed)
+        self._scripts: dict[int, Script] = {}
+        self._held: dict[int, SequenceOutput] = {}
+        self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def stats(self) -> Stats:
+        s = self._scheduler.stats()
+        return Stats(
+            num_running=s.num_running,
+            num_waiting=s.num_waiting,
+            num_free_blocks=s.num_free_blocks,
+            num_cached_blocks=s.num_cached_blocks,
+            num_owned_blocks=s.num_owned_blocks,
+            num_blocks=s.num_blocks,
+            num_steps=s.num_steps,
+            num_preemptions=s.num_preemptions,
+            prefix_cache_queries_tokens=s.prefix_cache_queries_tokens,
+            prefix_cache_hits_tokens=s.prefix_cache_hits_tokens,
+            prompt_tokens=s.prompt_tokens,
+            generation_tokens=s.generation_tokens,
+            step_time_us=s.step_time_us,
+            num_step_tokens=s.num_step_tokens,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block and every sequence has exactly one owner."""
+        self._scheduler.check()
+        num_live = sum(len(sequence_ids) for sequence_ids in self._live.values())
+        assert self._runner.num_sequences == num_live, (
+            f"the runner keeps {self._runner.num_sequences} sequences, {num_live} are alive"
+        )
+        assert self.has_work == bool(self._live), f"has_work is {self.has_work} with {self._live}"
+
+    def rest(self) -> None:
+        """Use a pause: check the invariants, and put the journal on disk."""
+        self.check()
+        if self._journal is not None:
+            self._journal.flush()
+
+    def close(self) -> None:
+        """Close the journal."""
+        if self._journal is not None:
+            self._journal.close()
+
+    # -- messages in ----------------------------------------------------------------------------
+
+    def receive(self, messages: Iterable[ToEngine]) -> list[ToGateway]:
+        """Take messages in their order; return what is answered at once (refusals, pongs)."""
+        replies: list[ToGateway] = []
+        for message in messages:
+            reply = self._receive(message)
+            if reply is not None:
+                replies.append(reply)
+        return replies
+
+    def _receive(self, message: ToEngine) -> ToGateway | None:
+        match message:
+            case Submit():
+                return self._submit(message)
+            case Abort(request_id=request_id):
+                self._abort(request_id)
+            case Ping(nonce=nonce):
+                return Pong(nonce=nonce, stats=self.stats)
+            case Shutdown():
+                self.is_stopping = True
+        return None
+
+    def _submit(self, submit: Submit) -> Rejected | None:
+        try:
+            self._check_submit(submit)
+            script = self._new_script(submit.test_steps)
+            request = self._new_request(submit)
+            self._scheduler.add(request)
+        except RequestRejected as error:
+            return _rejected(submit, error.code, error.message)
+        except ValueError as error:
+            return _rejected(submit, "invalid_request", str(error))
+        self._live[request.request_id] = [s.sequence_id for s in request.sequences]
+        for sequence in request.sequences:
+            self._add_sequence(sequence, script)
+        return None
+
+    def _check_submit(self, submit: Submit) -> None:
+        params, vocab_size = submit.params, self.info.vocab_size
+        if not 1 <= submit.num_sequences <= MAX_NUM_SEQUENCES:
+            raise ValueError(f"n must be in 1..{MAX_NUM_SEQUENCES}, got {submit.num_sequences}")
+        for name, token_ids in (
+            ("prompt", submit.prompt_token_ids),
+            ("logit_bias", tuple(params.logit_bias)),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+                wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+                raise ValueError(
+                    f"{name} holds token {wrong}; the vocabulary is 0..{vocab_size - 1}"
+                )
+
+    def _new_request(self, submit: Submit) -> Request:
+        params = submit.params
+        if params.seed is None:  # fixed here, so that a resumed request goes on the same way
+            params = replace(params, seed=self._seeds.getrandbits(63))
+        return Request(
+            request_id=submit.request_id,
+            prompt_token_ids=submit.prompt_token_ids,
+            params=params,
+            num_sequences=submit.num_sequences,
+            priority=submit.priority,
+            cache_salt=submit.cache_salt,
+        )
+
+    def _new_script(self, test_steps: Sequence[str]) -> Script | None:
+        if not test_steps:
+            return None
+        if self._hooks is None:
+            raise ValueError("test_steps needs --enable-test-hooks")
+        return Script(test_steps, self._hooks.encode, self._hooks.eos_token_id)
+
+    def _add_sequence(self, sequence: ScheduledSequence, script: Script | None) -> None:
+        params, index = sequence.request.params, sequence.index
+        assert params.seed is not None, "the seed is fixed when a request is taken"
+        state = SamplingState(
+            params,
+            sequence.request.prompt_token_ids,
+            seed_of_branch(params.seed, index),
+            self._scheduler.eos_token_ids.union(params.stop_token_ids),
+        )
+        wants_prompt_logprobs = index == 0 and params.prompt_logprobs is not None
+        self._runner.add(
+            sequence.sequence_id,
+            RunnerSequence(state=state, wants_prompt_logprobs=wants_prompt_logprobs, script=script),
+        )
+        if script is not None:
+            self._scripts[sequence.sequence_id] = script
+
+    def _abort(self, request_id: str) -> None:
+        self._scheduler.cancel(request_id)
+        for sequence_id in self._live.pop(request_id, ()):
+            self._drop_sequence(sequence_id)
+
+    def _drop_sequence(self, sequence_id: int) -> None:
+        self._runner.drop(sequence_id)
+        self._scripts.pop(sequence_id, None)
+        self._held.pop(sequence_id, None)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def step(self) -> StepOutputs | None:
+        """Run one step and return its outputs, perhaps none; None when nothing could run."""
+        if not self.has_work:
+            return None
+        self._scheduler.note_clock(time.monotonic_ns() // 1000)
+        plan = self._scheduler.step()
+        if plan is None:
+            return None
+        outputs = []
+        for output in self._scheduler.finish(self._run(plan)):
+            message = self._message(output)
+            if message is not None:
+                outputs.append(message)
+        return StepOutputs(outputs=tuple(outputs), stats=self.stats)
+
+    def _run(self, plan: Plan) -> StepResult:
+        """Run a step, once more if it fails. The result belongs to the step now in flight."""
+        try:
+            return self._runner.run(plan)
+        except Exception:
+            logger.exception("step %d failed and is run again", plan.step)
+        self._scheduler.finish_failed(plan.step)
+        again = self._scheduler.step()
+        assert again is not None, f"step {plan.step} failed and cannot be planned again"
+        try:
+            return self._runner.run(again)
+        except Exception as error:
+            logger.exception("step %d failed again: its requests end", again.step)
+            return _failed_result(again, f"the engine failed: {type(error).__name__}: {error}")
+
+    def _message(self, output: Output) -> SequenceOutput | None:
+        message = SequenceOutput(
+            request_id=output.request_id,
+            index=output.index,
+            token_ids=tuple(output.token_ids),
+            logprobs=tuple(output.logprobs),
+            prompt_logprobs=tuple(output.prompt_logprobs),
+            num_cached_tokens=output.num_cached_tokens,
+            finish_reason=output.finish_reason,
+            stop_token_id=output.stop_token_id,
+            error=output.error,
+        )
+        if output.sequence_id in self._scripts:
+            return self._hold(output, message)
+        if output.finish_reason is not None:
+            self._end(output)
+        return message
+
+    def _hold(self, output: Output, message: SequenceOutput) -> SequenceOutput | None:
+        """Join the outputs of a scripted step; return them when its last token is there."""
+        sequence_id = output.sequence_id
+        held = self._held.pop(sequence_id, None)
+        if held is not None:
+            message = join_outputs(held, message)
+        if output.finish_reason is not None:
+            self._end(output)
+            return message
+        num_generated = self._scheduler.sequence(sequence_id).num_generated
+        if self._scripts[sequence_id].ends_step(num_generated):
+            return message
+        self._held[sequence_id] = message
+        return None
+
+    def _end(self, output: Output) -> None:
+        self._drop_sequence(output.sequence_id)
+        live = self._live[output.request_id]
+        live.remove(output.sequence_id)
+        if not live:
+            del self._live[output.request_id]
+
+
+def _failed_result(plan: Plan, error: str) -> StepResult:
+    rows = tuple([RowResult(sequence_id=row.sequence_id, error=error) for row in plan.rows])
+    return StepResult(step=plan.step, rows=rows)
+
+
+def _rejected(submit: Submit, code: str, message: str) -> Rejected:
+    return Rejected(request_id=submit.request_id, code=code, message=message)

@@ -1,0 +1,132 @@
+"""What the sampler keeps of one sequence: its settings, its seed, and its token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whalepod.scheduler.params import SamplingParams
+
+SMALLEST_TEMPERATURE = 1e-5
+"""Below it dividing by the temperature overflows; the limit is the greedy choice anyway."""
+
+
+class SamplingState:
+    """One sequence as the sampler sees it. Its owner is the runner, which drops it at the end.
+
+    `seed` is a 64-bit integer, `stop_token_ids` are those that `min_tokens` keeps away.
+    """
+
+    __slots__ = (
+        "_counts", "bias_ids", "bias_values", "is_greedy", "num_prompt_tokens", "params",
+        "prompt_token_ids", "seed", "stop_token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        seed: int,
+        stop_token_ids: Collection[int] = (),
+    ) -> None:
+        self.params = params
+        self.prompt_token_ids = prompt_token_ids
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.seed = as_int64(seed)
+        self.stop_token_ids = np.array(sorted(stop_token_ids), dtype=np.int64)
+        self.is_greedy = params.temperature < SMALLEST_TEMPERATURE
+        self.bias_ids = np.array(list(params.logit_bias.keys()), dtype=np.int64)
+        self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self._counts: TokenCounts | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        params = self.params
+        return (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        )
+
+    def masks_stops(self, position: int) -> bool:
+        """Say whether `min_tokens` still keeps the text from ending at `position`."""
+        return position - self.num_prompt_tokens < self.params.min_tokens
+
+    def changes_logits(self, position: int) -> bool:
+        """Say whether the model's logits at `position` are edited before the choice."""
+        return bool(len(self.bias_ids)) or self.has_penalties or self.masks_stops(position)
+
+    def observe(self, start: int, token_ids: Sequence[int]) -> None:
+        """Count the tokens of a row that starts at position `start`, each position once.
+
+        Counting what rows bring, not what was sampled, makes a repeated step, a recomputed
+        sequence and a rejected draft harmless.
+        """
+        if self.has_penalties:
+            self.counts.observe(start, token_ids)
+
+    @property
+    def counts(self) -> TokenCounts:
+        if self._counts is None:
+            self._counts = TokenCounts(self.prompt_token_ids)
+        return self._counts
+
+
+class TokenCounts:
+    """How often each token of a sequence was generated; prompt tokens start with zero."""
+
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+        distinct = list(dict.fromkeys(prompt_token_ids))
+        self._slot_of = {token_id: slot for slot, token_id in enumerate(distinct)}
+        self._ids = np.array(distinct + [0] * 64, dtype=np.int64)
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+        self._num_seen = len(prompt_token_ids)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Distinct tokens of prompt and answer, in order of first appearance."""
+        return self._ids[: len(self._slot_of)]
+
+    @property
+    def generated(self) -> NDArray[np.float32]:
+        """For each of `ids`, how often the answer holds it."""
+        return self._counts[: len(self._slot_of)]
+
+    def observe(self, start: int, token_ids: Sequence[int]) -> None:
+        """Count those tokens of a row that were not counted yet."""
+        for token_id in token_ids[max(self._num_seen - start, 0) :]:
+            slot = self._slot(token_id)  # may replace the array
+            self._counts[slot] += 1
+        self._num_seen = max(self._num_seen, start + len(token_ids))
+
+    def _slot(self, token_id: int) -> int:
+        slot = self._slot_of.setdefault(token_id, len(self._slot_of))
+        if slot == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[slot] = token_id
+        return slot
+
+
+def seed_of_branch(seed: int, index: int) -> int:
+    """Return the seed of answer `index` of a request: its own seed for answer 0, else a mix.
+
+    So the first of several answers is the one that a request for one answer gets.
+    """
+    return seed if index == 0 else as_int64(splitmix64(seed ^ index * 0xD1342543DE82EF95))
+
+
+def splitmix64(value: int) -> int:
+    """Scramble 64 bits (Steele, Lea, Flood: Fast splittable pseudorandom number generators)."""
+    mask = 2**64 - 1
+    value = (value + 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & mask
+    return value ^ value >> 31
+
+
+def as_int64(value: int) -> int:
+    """Return the low 64 bits of a Python integer as a signed number."""
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,123 @@
+"""OpenAI-shaped errors: the one table that maps failures to HTTP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from whalepod.server.errors import EngineLost, RequestRejected
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left; nobody reads it."""
+
+STATUS_OF_CODE: dict[str, int] = {
+    "invalid_api_key": HTTPStatus.UNAUTHORIZED,
+    "model_not_found": HTTPStatus.NOT_FOUND,
+    "not_found": HTTPStatus.NOT_FOUND,
+    "method_not_allowed": HTTPStatus.METHOD_NOT_ALLOWED,
+    "body_too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    "request_timeout": HTTPStatus.REQUEST_TIMEOUT,
+    "client_left": CLIENT_CLOSED_REQUEST,
+    "queue_full": HTTPStatus.TOO_MANY_REQUESTS,
+    "engine_error": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "internal_error": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "engine_lost": HTTPStatus.SERVICE_UNAVAILABLE,
+}
+"""Every other code is a mistake of the request: 400."""
+
+EXTRA_HEADERS: dict[str, dict[str, str]] = {
+    "invalid_api_key": {"www-authenticate": "Bearer"},
+    "queue_full": {"retry-after": "1"},
+    "engine_lost": {"retry-after": "5"},
+    # the rest of the body is not read: the connection cannot carry another request
+    "body_too_large": {"connection": "close"},
+    "request_timeout": {"connection": "close"},
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error; `code` decides the HTTP status."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+        self.headers = {**EXTRA_HEADERS.get(code, {}), **(headers or {})}
+
+    @property
+    def status(self) -> int:
+        return STATUS_OF_CODE.get(self.code, HTTPStatus.BAD_REQUEST)
+
+    @property
+    def type(self) -> str:
+        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    def body(self) -> dict[str, object]:
+        """Return the JSON object that OpenAI's clients read."""
+        fields = {"message": self.message, "type": self.type, "param": self.param}
+        return {"error": {**fields, "code": self.code}}
+
+    def response(self) -> Response:
+        return Response(
+            orjson.dumps(self.body()),
+            status_code=self.status,
+            media_type="application/json",
+            headers=self.headers,
+        )
+
+
+def invalid(param: str | None, message: str) -> ApiError:
+    """Return the error of a request field that cannot be served as it is."""
+    return ApiError("invalid_request", message, param)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Translate a failure of the layers below."""
+    match error:
+        case ApiError():
+            return error
+        case RequestRejected():
+            return ApiError(error.code, error.message, error.param)
+        case EngineLost():
+            return ApiError("engine_lost", f"the engine is not available: {error}")
+        case ClientDisconnect():
+            return ApiError("client_left", "the client left while it sent its request")
+        case HTTPException():
+            return _from_http_exception(error)
+    logger.error("unexpected failure", exc_info=error)
+    return ApiError("internal_error", "the server failed on this request; its log says why")
+
+
+def _from_http_exception(error: HTTPException) -> ApiError:
+    codes = {HTTPStatus.NOT_FOUND: "not_found", HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed"}
+    code = codes.get(HTTPStatus(error.status_code), "invalid_request")
+    return ApiError(code, error.detail, headers=error.headers)
+
+
+def install_error_handlers(app: FastAPI, count: Callable[[str], None]) -> None:
+    """Make every error answer of the application an OpenAI-shaped one; `count` gets its code."""
+
+    def answer(request: Request, error: Exception) -> Response:
+        api_error = as_api_error(error)
+        if api_error.code in ("not_found", "method_not_allowed"):
+            api_error.message = f"{request.method} {request.url.path}: {api_error.message}"
+        count(api_error.code)
+        return api_error.response()
+
+    for kind in (ApiError, ClientDisconnect, RequestRejected, EngineLost, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

@@ -1,0 +1,62 @@
+"""ASGI middleware: request ids and API keys."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from whalepod.server.gateway.api_errors import ApiError
+
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/docs", "/openapi.json"})
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestIdMiddleware:
+    """Echo a client's X-Request-Id, or make one. It names a request in logs, never inside."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class ApiKeyMiddleware:
+    """Ask for one of the keys everywhere but on the health routes and the documentation."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_allowed(scope):
+            error = ApiError("invalid_api_key", "a valid API key is needed: Authorization: Bearer")
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        path = scope["path"]
+        if path in _OPEN_PATHS or path.startswith("/docs/"):
+            return True
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = key.strip().encode()
+        # every key is compared, in constant time: the answer's delay says nothing
+        matches = [hmac.compare_digest(given, wanted) for wanted in self._keys]
+        return scheme.lower() == "bearer" and any(matches)

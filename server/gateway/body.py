@@ -1,0 +1,121 @@
+"""Reads a request body: bounded, checked for depth and encoding, then validated by a schema."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import orjson
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from whalepod.server.gateway.api_errors import ApiError, invalid
+from whalepod.server.gateway.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+# possessive and with an optional end quote: linear also on hostile bodies
+_JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+_SQUARE = bytes.maketrans(b"{}", b"[]")
+
+
+async def read_json(request: Request, schema: type[Schema], max_bytes: int) -> Schema:
+    """Return the validated body of `request`; ApiError names the field that is wrong."""
+    return validate(schema, parse_json(await read_body(request, max_bytes)))
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
+    """Collect the body and stop reading as soon as it is too large."""
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
+    chunks = []
+    if size <= max_bytes:
+        size = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > max_bytes:
+                        break
+        except TimeoutError:
+            message = f"the body did not arrive within {timeout_s:g} s"
+            raise ApiError("request_timeout", message) from None
+    if size > max_bytes:
+        raise ApiError("body_too_large", f"the body has more than {max_bytes} bytes")
+    return b"".join(chunks)
+
+
+def parse_json(body: bytes) -> object:
+    """Decode JSON strictly: UTF-8, no NaN, no lone surrogates, bounded depth."""
+    if is_deeper_than(body, MAX_JSON_DEPTH):
+        raise invalid(None, f"the JSON body is nested deeper than {MAX_JSON_DEPTH} levels")
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        param = _path_of_lone_surrogate(body)
+        where = f"{param}: " if param else ""
+        raise invalid(param, f"{where}the body is not valid JSON: {error}") from None
+
+
+def is_deeper_than(body: bytes, depth: int) -> bool:
+    """Say whether brackets nest deeper than `depth`, in linear time and without recursion."""
+    brackets = _JSON_STRING.sub(b"", body).translate(_SQUARE, _NO_BRACKET)
+    opens = np.frombuffer(brackets, np.uint8) == ord("[")
+    levels = np.cumsum(np.where(opens, 1, -1))
+    return bool(levels.max(initial=0) > depth)
+
+
+def _path_of_lone_surrogate(body: bytes) -> str | None:
+    """Return the path of the first string that no UTF-8 text can hold, if that is the fault."""
+    try:
+        data = json.loads(body)
+    except ValueError:
+        return None
+    return next((path for path, text in _strings(data, ()) if not _is_encodable(text)), None)
+
+
+def _strings(data: object, path: tuple[str | int, ...]) -> Iterator[tuple[str, str]]:
+    if isinstance(data, str):
+        yield format_path(path), data
+    elif isinstance(data, list):
+        for i, item in enumerate(data):
+            yield from _strings(item, (*path, i))
+    elif isinstance(data, dict):
+        for key, value in data.items():
+            yield format_path(path), key
+            yield from _strings(value, (*path, key))
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def validate(schema: type[Schema], data: object) -> Schema:
+    """Check `data` against the schema; the first fault becomes a 400 that names its field."""
+    if not isinstance(data, dict):
+        raise invalid(None, f"the body must be a JSON object, got {type(data).__name__}")
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = format_path(first["loc"]) or None
+        message = first["msg"].removeprefix("Value error, ")
+        raise invalid(param, f"{param}: {message}" if param else message) from None
+
+
+def format_path(path: Sequence[str | int]) -> str:
+    """Write a path the way OpenAI does: `messages[0].content`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

@@ -1,0 +1,103 @@
+"""Text completions on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whalepod.scheduler.plan import TokenLogprob
+from whalepod.server.gateway.encoder import AnswerHeader, EncoderOptions, usage_fields
+from whalepod.server.gateway.events import (
+    Answer,
+    Choice,
+    Event,
+    Failed,
+    Finished,
+    RoleStarted,
+    TextDelta,
+    UsageReady,
+)
+from whalepod.server.gateway.logprobs import completion_logprobs
+from whalepod.server.gateway.sse import DONE, frame
+from whalepod.server.gateway.tokenizer import TextTokenizer
+
+
+class CompletionEncoder:
+    """Write `text_completion` frames, or one such object."""
+
+    def __init__(
+        self, header: AnswerHeader, options: EncoderOptions, tokenizer: TextTokenizer
+    ) -> None:
+        self._options = options
+        self._tokenizer = tokenizer
+        self._fields = header.fields("text_completion")
+        self._announced: set[int] = set()
+
+    def frames(self, event: Event) -> bytes:
+        match event:
+            case RoleStarted():
+                return b""
+            case TextDelta():
+                return self._text_frame(event)
+            case Finished():
+                return self._choice_frame(
+                    event.index, "", finish_reason=event.reason, stop_reason=event.stop_reason
+                )
+            case UsageReady():
+                return self._usage_frame(event) + DONE
+            case Failed():
+                return frame(event.error.body())
+
+    def body(self, answer: Answer) -> dict[str, object]:
+        choices = [self._choice(choice) for choice in answer.choices]
+        return {**self._fields, "choices": choices, "usage": usage_fields(answer.usage)}
+
+    def _choice(self, choice: Choice) -> dict[str, object]:
+        logprobs = self._logprobs(choice.logprob_token_ids, choice.logprobs, choice.text_offsets)
+        return {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **self._token_ids(choice.index, choice.token_ids),
+        }
+
+    def _text_frame(self, event: TextDelta) -> bytes:
+        options = self._options
+        if not event.text and not options.return_token_ids and options.num_top_logprobs is None:
+            return b""
+        new_ids = () if event.is_prompt else event.token_ids
+        logprobs = self._logprobs(event.token_ids, event.logprobs, event.text_offsets)
+        extra = self._token_ids(event.index, new_ids)
+        return self._choice_frame(event.index, event.text, logprobs=logprobs, **extra)
+
+    def _choice_frame(self, index: int, text: str, **fields: object) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        return frame({**self._fields, "choices": [{**choice, **fields}]})
+
+    def _usage_frame(self, usage: UsageReady) -> bytes:
+        if not self._options.include_usage:
+            return b""
+        return frame({**self._fields, "choices": [], "usage": usage_fields(usage)})
+
+    def _logprobs(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+        text_offsets: Sequence[int],
+    ) -> dict[str, object] | None:
+        num_top = self._options.num_top_logprobs
+        if num_top is None:
+            return None
+        return completion_logprobs(token_ids, logprobs, text_offsets, num_top, self._tokenizer)
+
+    def _token_ids(self, index: int, token_ids: Sequence[int]) -> dict[str, object]:
+        """Return the new ids; the first time for a choice also those of its prompt."""
+        if not self._options.return_token_ids:
+            return {}
+        fields: dict[str, object] = {"token_ids": list(token_ids)}
+        if index not in self._announced:
+            self._announced.add(index)
+            prompt = self._options.prompts_token_ids[index // self._options.num_choices_per_prompt]
+            fields["prompt_token_ids"] = list(prompt)
+        return fields

@@ -1,0 +1,63 @@
+"""What the encoders of all APIs share: identity of an answer, usage, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from whalepod.server.gateway.events import Answer, Event, UsageReady
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHeader:
+    """The fields that every chunk of an answer repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def fields(self, kind: str) -> dict[str, object]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderOptions:
+    """What a request wants to see of its answer."""
+
+    include_usage: bool = False
+    num_top_logprobs: int | None = None
+    """None: no log-probabilities."""
+    return_token_ids: bool = False
+    prompts_token_ids: Sequence[Sequence[int]] = ()
+    num_choices_per_prompt: int = 1
+
+
+class Encoder(Protocol):
+    """One API's view of the events."""
+
+    def frames(self, event: Event) -> bytes:
+        """Return the stream's bytes for an event; b"" when the API says nothing about it."""
+        ...
+
+    def body(self, answer: Answer) -> dict[str, object]:
+        """Return the JSON object of a whole answer."""
+        ...
+
+
+def usage_fields(usage: UsageReady) -> dict[str, object]:
+    """Return OpenAI's `usage` object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }

@@ -1,0 +1,129 @@
+"""What happens to a request, as typed events; a whole answer is their fold.
+
+Stream encoders take the events one by one, the others take the fold, so that both say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from whalepod.scheduler.plan import TokenLogprob
+from whalepod.server.gateway.api_errors import ApiError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleStarted:
+    """A choice begins; comes before everything else of its index."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """New text of a choice, with the tokens that arrived since the last delta.
+
+    Text that may be the beginning of a stop string comes later than its tokens.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+    """One per token when asked for; None for the first token of an echoed prompt."""
+    text_offsets: tuple[int, ...] = ()
+    """Where each token starts, in characters from the start of the choice's text."""
+    is_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A choice ended; comes exactly once per index unless the request failed."""
+
+    index: int
+    reason: str
+    """"stop" or "length"."""
+    stop_reason: str | int | None = None
+    """The stop string or the stop token that ended it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageReady:
+    """Token counts of the whole request; the last event of a request that did not fail."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def __add__(self, other: UsageReady) -> UsageReady:
+        return UsageReady(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The request is lost; the last event."""
+
+    error: ApiError
+
+
+Event: TypeAlias = RoleStarted | TextDelta | Finished | UsageReady | Failed
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer, folded."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    logprob_token_ids: list[int] = field(default_factory=list)
+    """The tokens of `logprobs`: with `echo` these begin with the prompt's."""
+    text_offsets: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, event: TextDelta) -> None:
+        self.texts.append(event.text)
+        if not event.is_prompt:
+            self.token_ids += event.token_ids
+        if event.logprobs:
+            self.logprobs += event.logprobs
+            self.logprob_token_ids += event.token_ids
+            self.text_offsets += event.text_offsets
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass(slots=True)
+class Answer:
+    """All choices of a request in the order of their index, and the usage."""
+
+    choices: list[Choice]
+    usage: UsageReady
+
+
+async def fold(events: AsyncIterator[Event]) -> Answer:
+    """Collect all events of a request; raises the ApiError of a failed one."""
+    choices: dict[int, Choice] = {}
+    async for event in events:
+        match event:
+            case RoleStarted():
+                choices[event.index] = Choice(event.index)
+            case TextDelta():
+                choices[event.index].add(event)
+            case Finished():
+                choice = choices[event.index]
+                choice.finish_reason, choice.stop_reason = event.reason, event.stop_reason
+            case UsageReady():
+                return Answer([choices[i] for i in sorted(choices)], event)
+            case Failed():
+                raise event.error
+    raise AssertionError("a request ends with UsageReady or Failed")

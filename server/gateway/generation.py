@@ -1,0 +1,229 @@
+"""From engine outputs to events: detokenise, match stop strings, end each choice once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from whalepod.scheduler.plan import TokenLogprob
+from whalepod.server.gateway.api_errors import ApiError, as_api_error
+from whalepod.server.gateway.events import (
+    Event,
+    Failed,
+    Finished,
+    RoleStarted,
+    TextDelta,
+    UsageReady,
+)
+from whalepod.server.gateway.metrics import RequestTimer
+from whalepod.server.gateway.stops import StopMatcher
+from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.messages import SequenceOutput, Submit
+from whalepod.server.upstream import Upstream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRun:
+    """One prompt of a request: what goes to the engine, and how its tokens become text."""
+
+    submit: Submit
+    first_index: int = 0
+    """Index of its first choice; its `num_sequences` choices follow each other."""
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False
+
+
+class ChoiceDecoder:
+    """Turns the outputs of one sequence into the events of one choice."""
+
+    def __init__(self, run: PromptRun, index: int, tokenizer: TextTokenizer) -> None:
+        self._run = run
+        self._index = run.first_index + index
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=run.skip_special_tokens)
+        self._stops = StopMatcher(run.stops, run.include_stop)
+        self._num_chars = 0
+        self._started = False
+        self.num_tokens = 0
+        self.done = False
+
+    def push(
+        self, output: SequenceOutput, prompt_logprobs: Sequence[TokenLogprob]
+    ) -> Iterator[Event]:
+        """Yield the events of new tokens, as long as the choice is not done."""
+        if not self._started:
+            self._started = True
+            yield RoleStarted(index=self._index)
+            if self._run.echo:
+                yield self._echo(prompt_logprobs)
+        delta, stop = self._decode(output)
+        if delta is not None:
+            yield delta
+        if stop is not None:
+            yield self._finish("stop", stop)
+        elif output.finish_reason is not None:
+            yield self._finish(output.finish_reason, self._stop_token(output))
+
+    def _finish(self, reason: str, stop_reason: str | int | None) -> Finished:
+        self.done = True
+        return Finished(index=self._index, reason=reason, stop_reason=stop_reason)
+
+    def _stop_token(self, output: SequenceOutput) -> int | None:
+        asked = self._run.submit.params.stop_token_ids
+        return output.stop_token_id if output.stop_token_id in asked else None
+
+    def _decode(self, output: SequenceOutput) -> tuple[TextDelta | None, str | None]:
+        """Decode token by token up to a stop string; ids, logprobs and text end together."""
+        texts: list[str] = []
+        offsets: list[int] = []
+        stop = None
+        for token_id in output.token_ids:
+            self.num_tokens += 1
+            offsets.append(self._num_chars)
+            ends = token_id == output.stop_token_id and len(offsets) == len(output.token_ids)
+            piece = "" if ends and not self._run.include_stop else self._detokenizer.push(token_id)
+            text, stop = self._match(piece)
+            texts.append(text)
+            if stop is not None:
+                break
+        if stop is None and output.finish_reason is not None:
+            text, stop = self._match(self._detokenizer.flush())
+            texts += (text, self._stops.flush())
+        if not offsets and not any(texts):
+            return None, stop
+        delta = TextDelta(
+            index=self._index,
+            text="".join(texts),
+            token_ids=output.token_ids[: len(offsets)],
+            logprobs=output.logprobs[: len(offsets)],
+            text_offsets=tuple(offsets),
+        )
+        return delta, stop
+
+    def _match(self, piece: str) -> tuple[str, str | None]:
+        self._num_chars += len(piece)
+        if self.num_tokens <= self._run.submit.params.min_tokens:
+            return piece, None
+        return self._stops.push(piece)
+
+    def _echo(self, prompt_logprobs: Sequence[TokenLogprob]) -> TextDelta:
+        token_ids = self._run.submit.prompt_token_ids
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=self._run.skip_special_tokens)
+        texts, offsets = [], []
+        for token_id in token_ids:
+            offsets.append(self._num_chars)
+            texts.append(detokenizer.push(token_id))
+            self._num_chars += len(texts[-1])
+        texts.append(detokenizer.flush())
+        self._num_chars += len(texts[-1])
+        asked = self._run.submit.params.prompt_logprobs is not None
+        return TextDelta(
+            index=self._index,
+            text="".join(texts),
+            token_ids=token_ids,
+            logprobs=(None, *prompt_logprobs) if asked else (),
+            text_offsets=tuple(offsets),
+            is_prompt=True,
+        )
+
+
+async def generate(
+    upstream: Upstream, runs: Sequence[PromptRun], tokenizer: TextTokenizer, timer: RequestTimer
+) -> AsyncGenerator[Event, None]:
+    """Yield the events of all prompts of a request; the last is UsageReady or Failed.
+
+    Closing the generator aborts in the engine whatever still runs.
+    """
+    usage = UsageReady(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
+    sources = [_generate_one(upstream, run, tokenizer, timer) for run in runs]
+    failure: str | None = "abort"
+    try:
+        async with aclosing(sources[0] if len(sources) == 1 else _merge(sources)) as events:
+            async for event in events:
+                match event:
+                    case UsageReady():
+                        usage += event
+                    case Failed():
+                        failure = "error"
+                        yield event
+                        return
+                    case _:
+                        yield event
+        failure = None
+        yield usage
+    finally:
+        timer.ended(failure)
+
+
+async def _generate_one(
+    upstream: Upstream, run: PromptRun, tokenizer: TextTokenizer, timer: RequestTimer
+) -> AsyncGenerator[Event, None]:
+    decoders = [ChoiceDecoder(run, i, tokenizer) for i in range(run.submit.num_sequences)]
+    prompt_logprobs: list[TokenLogprob] = []  # all on the first sequence, before any token
+    num_cached = 0
+    num_live = len(decoders)
+    try:
+        async with aclosing(upstream.submit(run.submit)) as outputs:
+            async for output in outputs:
+                _raise_for_failure(output)
+                if output.index == 0:  # the others share the first one's prompt: no reuse
+                    num_cached = max(num_cached, output.num_cached_tokens)
+                prompt_logprobs += output.prompt_logprobs
+                decoder = decoders[output.index]
+                num_live -= output.finish_reason is not None
+                if decoder.done or not (output.token_ids or output.finish_reason):
+                    continue  # text after a stop string, or a chunk of the prompt
+                timer.tokens(run.first_index + output.index, len(output.token_ids))
+                for event in decoder.push(output, prompt_logprobs):
+                    if isinstance(event, Finished):
+                        timer.finished(event.reason)
+                    yield event
+                if num_live and all(decoder.done for decoder in decoders):
+                    break  # all have their stop strings: closing aborts what still runs
+        if not all(decoder.done for decoder in decoders):
+            raise ApiError("engine_error", "the engine ended the answer without a reason")
+    except Exception as error:  # a stream has begun: whatever fails must reach the client
+        yield Failed(error=as_api_error(error))
+        return
+    yield UsageReady(
+        prompt_tokens=len(run.submit.prompt_token_ids),
+        completion_tokens=sum(decoder.num_tokens for decoder in decoders),
+        cached_tokens=num_cached,
+    )
+
+
+def _raise_for_failure(output: SequenceOutput) -> None:
+    if output.error is not None or output.finish_reason in ("error", "abort"):
+        message = output.error or f"the engine ended the answer with {output.finish_reason!r}"
+        raise ApiError("engine_error", message)
+
+
+async def _merge(sources: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenerator[Event, None]:
+    """Yield events of several prompts as they come; each keeps its own order."""
+    # one place per source: a slow client holds back the sources, not the memory
+    queue: asyncio.Queue[Event | None] = asyncio.Queue(len(sources))
+
+    async def pump(source: AsyncIterator[Event]) -> None:
+        async for event in source:  # it never raises: failures are events
+            await queue.put(event)
+        await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
+    try:
+        num_live = len(tasks)
+        while num_live:
+            event = await queue.get()
+            if event is None:
+                num_live -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for source in sources:
+            await source.aclose()

@@ -1,0 +1,24 @@
+"""The limits of one HTTP request, in one place."""
+
+from __future__ import annotations
+
+MAX_JSON_DEPTH = 64
+MAX_NUM_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_NUM_CHOICES = 128
+"""Prompts times `n` of one request."""
+MAX_NUM_MESSAGES = 4096
+MAX_NUM_LOGIT_BIASES = 1024
+MAX_NUM_STOP_TOKEN_IDS = 256
+MAX_NUM_TEST_STEPS = 16_384
+MAX_SHORT_TEXT_CHARS = 512
+"""`user`, `cache_salt`, `model` and other names."""
+
+BODY_TIMEOUT_S = 60.0
+"""A body must have arrived by then: a client that sends a byte a second holds no connection."""
+START_WAIT_S = 0.25
+"""How long a stream waits for a refusal before it answers 200 and sends its headers."""
+PING_INTERVAL_S = 15.0
+"""A silent stream sends a comment this often, so that proxies keep it open."""
+NUM_TOKENIZER_THREADS = 2
+MAX_PENDING_TOKENIZATIONS = 1024

@@ -1,0 +1,128 @@
+"""Prometheus metrics: vLLM's names and meaning, with the prefix `whalepod_`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from whalepod.server.messages import Stats
+
+_FIRST_TOKEN_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_TOKEN_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_BUCKETS_S = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0),
+    *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+
+class _EngineCollector(Collector):
+    """Exports the engine's own counters, read from its newest statistics at each scrape."""
+
+    def __init__(self, read_stats: Callable[[], Stats]) -> None:
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read_stats()
+        used = stats.num_owned_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        gauges = {
+            "num_requests_running": ("Sequences that run.", stats.num_running),
+            "num_requests_waiting": ("Requests that wait for admission.", stats.num_waiting),
+            "kv_cache_usage_perc": ("Share of KV blocks in use (1 is full).", used),
+            "kv_cache_free_blocks": ("KV blocks that hold nothing.", stats.num_free_blocks),
+            "kv_cache_cached_blocks": ("Unused KV blocks kept for reuse.", stats.num_cached_blocks),
+            "kv_cache_owned_blocks": ("KV blocks of live requests.", stats.num_owned_blocks),
+            "kv_cache_blocks": ("All KV blocks.", stats.num_blocks),
+        }
+        counters = {
+            "prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_cache_queries_tokens),
+            "prefix_cache_hits": ("Prompt tokens found.", stats.prefix_cache_hits_tokens),
+            "prompt_tokens": ("Prompt tokens processed.", stats.prompt_tokens),
+            "generation_tokens": ("Tokens generated.", stats.generation_tokens),
+            "num_preemptions": ("Sequences preempted for lack of blocks.", stats.num_preemptions),
+            "engine_steps": ("Steps of the engine loop.", stats.num_steps),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"whalepod_{name}", text, value=value)
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"whalepod_{name}", text, value=value)
+
+
+class Metrics:
+    """All series of one gateway, in a registry of their own."""
+
+    def __init__(self, read_stats: Callable[[], Stats]) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        self.registry.register(_EngineCollector(read_stats))
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds",
+            "Arrival of a request to its first token.",
+            _FIRST_TOKEN_BUCKETS_S,
+        )
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two outputs of a choice.", _TOKEN_BUCKETS_S
+        )
+        self.end_to_end = self._histogram(
+            "e2e_request_latency_seconds",
+            "Arrival of a request to its last token.",
+            _REQUEST_BUCKETS_S,
+        )
+        self.success = self._counter(
+            "request_success", "Ended choices by reason.", "finished_reason"
+        )
+        self.errors = self._counter("request_errors", "Error answers by code.", "code")
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"whalepod_{name}", text, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(f"whalepod_{name}", text, [label], registry=self.registry)
+
+    def count_error(self, code: str) -> None:
+        """Count an error answer."""
+        self.errors.labels(code).inc()
+
+    def render(self) -> bytes:
+        """Return the text exposition of all series."""
+        return generate_latest(self.registry)
+
+
+class RequestTimer:
+    """Observes one HTTP request: its first token once, the others per choice, its end once."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._arrived_s = clock()
+        self._last_s: dict[int, float] = {}
+
+    def tokens(self, index: int, num_tokens: int) -> None:
+        """Note that a choice got tokens now."""
+        if not num_tokens:
+            return
+        now_s = self._clock()
+        if not self._last_s:
+            self._metrics.first_token.observe(now_s - self._arrived_s)
+        if index in self._last_s:
+            self._metrics.inter_token.observe(now_s - self._last_s[index])
+        self._last_s[index] = now_s
+
+    def finished(self, reason: str) -> None:
+        """Note that a choice ended by itself."""
+        self._metrics.success.labels(reason).inc()
+
+    def ended(self, failure: str | None) -> None:
+        """Note the end of the request: `failure` is "error", "abort" (the client left) or None."""
+        if failure is None:
+            self._metrics.end_to_end.observe(self._clock() - self._arrived_s)
+        else:
+            self._metrics.success.labels(failure).inc()

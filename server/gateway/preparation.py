@@ -1,0 +1,248 @@
+"""Turns a validated request into what the engine gets: tokens and sampling parameters."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerFast
+
+from whalepod.scheduler.params import SamplingParams
+from whalepod.server.errors import StartupError
+from whalepod.server.gateway.api_errors import ApiError, invalid
+from whalepod.server.gateway.generation import PromptRun
+from whalepod.server.gateway.limits import MAX_NUM_CHOICES
+from whalepod.server.gateway.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    SamplingFields,
+    TemplateFields,
+)
+from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.messages import EngineInfo, Submit
+
+DEFAULT_COMPLETION_TOKENS: Final = 16
+"""OpenAI's default of /v1/completions; chat goes on to the end of the context."""
+
+_RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
+    inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
+) | {"messages"}
+
+_SAMPLING_NAMES: Final = (
+    *("min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "logit_bias", "seed", "ignore_eos"),
+)
+
+
+class Preparation:
+    """Checks requests against the engine's limits and builds their runs; runs on a thread."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: TextTokenizer,
+        default_params: Mapping[str, float],
+        enable_test_hooks: bool,
+    ) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._default_params = default_params
+        self._enable_test_hooks = enable_test_hooks
+        try:
+            SamplingParams(**self._defaults())
+        except ValueError as error:
+            raise StartupError(f"default sampling parameters: {error}") from error
+
+    def chat(self, request: ChatRequest) -> list[PromptRun]:
+        """Return the one run of a chat request."""
+        _refuse_what_is_not_built(request)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
+        asked = request.max_completion_tokens
+        name = "max_tokens" if asked is None else "max_completion_tokens"
+        max_tokens = request.max_tokens if asked is None else asked
+        if max_tokens is not None and max_tokens < 1:
+            raise invalid(name, f"{name} must be at least 1, got {max_tokens}")
+        token_ids = self.chat_tokens(request.messages, request, request.tool_choice)
+        params = self._params(
+            request,
+            max_tokens=self._clamp(len(token_ids), max_tokens, "messages"),
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+        return [self._run(request, token_ids, params)]
+
+    def completion(self, request: CompletionRequest) -> list[PromptRun]:
+        """Return one run for each prompt."""
+        _refuse_what_is_not_built(request)
+        if request.suffix:
+            raise invalid("suffix", "suffix is not supported")
+        num_choices = len(request.prompt) * (request.n or 1)
+        if num_choices > MAX_NUM_CHOICES:
+            message = f"prompts times n must be at most {MAX_NUM_CHOICES}, got {num_choices}"
+            raise invalid("n", message)
+        return [self._completion_run(request, prompt, i) for i, prompt in enumerate(request.prompt)]
+
+    def _completion_run(
+        self, request: CompletionRequest, prompt: str | list[int], position: int
+    ) -> PromptRun:
+        token_ids = self.prompt_tokens(prompt)
+        asked = request.max_tokens
+        max_tokens = DEFAULT_COMPLETION_TOKENS if asked is None else asked
+        params = self._params(
+            request,
+            max_tokens=self._clamp(len(token_ids), max_tokens, "prompt"),
+            logprobs=request.logprobs,
+            prompt_logprobs=request.logprobs if request.echo else None,
+        )
+        first_index = position * (request.n or 1)
+        return self._run(request, token_ids, params, first_index, bool(request.echo))
+
+    def prompt_tokens(self, prompt: str | list[int]) -> list[int]:
+        """Return the tokens of a raw prompt, checked against vocabulary and context."""
+        if isinstance(prompt, str):
+            self._refuse_hopeless_text([prompt], "prompt")
+            token_ids = self._tokenizer.encode(prompt)
+        else:
+            token_ids = prompt
+            self.check_vocabulary(token_ids, "prompt")
+        if not token_ids:
+            raise invalid("prompt", "prompt has no tokens")
+        return token_ids
+
+    def chat_tokens(
+        self,
+        messages: Sequence[Message],
+        fields: TemplateFields,
+        tool_choice: str | dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the tokens of a rendered conversation."""
+        self._refuse_hopeless_text([m.content or "" for m in messages], "messages")
+        return self._tokenizer.encode_chat(
+            [_template_message(message) for message in messages],
+            tools=None if tool_choice == "none" else _function_tools(fields.tools),
+            add_generation_prompt=fields.add_generation_prompt is not False,
+            template_arguments=_template_arguments(fields),
+        )
+
+    def _clamp(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> int:
+        """Return how many tokens may be generated; more than the context holds is cut."""
+        room = self._info.max_model_len - num_prompt_tokens
+        if room < 0 or (room == 0 and max_tokens != 0):
+            raise self._too_long(str(num_prompt_tokens), param)
+        return room if max_tokens is None else min(room, max_tokens)
+
+    def _refuse_hopeless_text(self, texts: Sequence[str], param: str) -> None:
+        """Refuse a text that cannot fit before the tokenizer spends seconds on it."""
+        fewest = sum(map(self._tokenizer.fewest_tokens, texts))
+        if fewest > self._info.max_model_len:
+            raise self._too_long(f"at least {fewest}", param)
+
+    def _too_long(self, num_tokens: str, param: str) -> ApiError:
+        limit = self._info.max_model_len
+        return ApiError(
+            "context_length_exceeded",
+            f"the {param} have {num_tokens} tokens, but this model's maximum context length is "
+            f"{limit} tokens, answer included: shorten the {param}",
+            param,
+        )
+
+    def check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
+        """Raise ApiError when a token id is not one of the model's."""
+        limit = self._info.vocab_size
+        for bound in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= bound < limit:
+                raise invalid(param, f"{param}: token id {bound} is outside of 0..{limit - 1}")
+
+    def _defaults(self) -> dict[str, Any]:
+        return dict(self._default_params)
+
+    def _params(self, request: SamplingFields, **fields: Any) -> SamplingParams:
+        named = {name: getattr(request, name) for name in _SAMPLING_NAMES}
+        given = {name: value for name, value in named.items() if value is not None}
+        stop_token_ids = tuple(request.stop_token_ids or ())
+        self.check_vocabulary(stop_token_ids, "stop_token_ids")
+        self.check_vocabulary(tuple(request.logit_bias or ()), "logit_bias")
+        try:
+            return SamplingParams(
+                **{**self._defaults(), **given, **fields}, stop_token_ids=stop_token_ids
+            )
+        except ValueError as error:  # its message begins with the parameter's name
+            raise invalid(str(error).partition(" ")[0], str(error)) from None
+
+    def _run(
+        self,
+        request: SamplingFields,
+        token_ids: list[int],
+        params: SamplingParams,
+        first_index: int = 0,
+        echo: bool = False,
+    ) -> PromptRun:
+        if request.test_steps is not None and not self._enable_test_hooks:
+            raise invalid("test_steps", "test_steps needs a server with --enable-test-hooks")
+        submit = Submit(
+            request_id=secrets.token_hex(16),
+            prompt_token_ids=tuple(token_ids),
+            params=params,
+            num_sequences=request.n or 1,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            test_steps=tuple(request.test_steps or ()),
+        )
+        return PromptRun(
+            submit=submit,
+            first_index=first_index,
+            stops=tuple(request.stop or ()),
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            echo=echo,
+        )
+
+
+def _refuse_what_is_not_built(request: SamplingFields) -> None:
+    """Refuse what would change the answer: ignoring it would be a wrong answer."""
+    if request.structured_outputs is not None:
+        raise invalid("structured_outputs", "structured_outputs is not supported yet")
+    if not isinstance(request, ChatRequest):
+        return
+    if request.response_format is not None and request.response_format.type != "text":
+        kind = request.response_format.type
+        raise invalid("response_format", f"response_format {kind} is not supported yet")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise invalid("tool_choice", "only tool_choice auto and none are supported yet")
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    """Return a message as templates know it: `developer` is a system message."""
+    fields = message.model_dump(exclude_none=True)
+    fields["content"] = message.content
+    if message.content is None:
+        if message.role in ("system", "developer", "user"):
+            raise invalid("messages", f"messages: a {message.role} message needs content")
+        if not message.tool_calls:
+            fields["content"] = ""
+    if message.role == "developer":
+        fields["role"] = "system"
+    return fields
+
+
+def _function_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Keep the tools that a model can call; agents also send types of their own service."""
+    return [tool for tool in tools or () if tool.get("type") == "function"] or None
+
+
+def _template_arguments(fields: TemplateFields) -> dict[str, Any]:
+    arguments = dict(fields.chat_template_kwargs or {})
+    for name in arguments:
+        if name in _RESERVED_TEMPLATE_ARGUMENTS:
+            raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {name}")
+    thinking = fields.enable_thinking if fields.thinking is None else fields.thinking
+    if isinstance(thinking, dict):
+        thinking = thinking.get("type") == "enabled"
+    if thinking is None:
+        thinking = arguments.get("thinking", arguments.get("enable_thinking"))
+    if thinking is not None:
+        arguments |= {"thinking": bool(thinking), "enable_thinking": bool(thinking)}
+    return arguments

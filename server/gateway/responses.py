@@ -1,0 +1,128 @@
+"""Sends the events of a request: as a stream, or folded into one object."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from whalepod.server.gateway.api_errors import CLIENT_CLOSED_REQUEST
+from whalepod.server.gateway.encoder import Encoder
+from whalepod.server.gateway.events import Event, Failed, fold
+from whalepod.server.gateway.limits import PING_INTERVAL_S, START_WAIT_S
+from whalepod.server.gateway.sse import PING
+
+Result = TypeVar("Result")
+
+
+async def respond(
+    request: Request, events: AsyncGenerator[Event, None], encoder: Encoder, *, stream: bool
+) -> Response:
+    """Answer with the events; a client that leaves closes them, which aborts in the engine."""
+    if stream:
+        return await _start_stream(events, encoder)
+    async with aclosing(events):
+        answer = await _unless_client_leaves(request.receive, fold(events))
+    if answer is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return Response(orjson.dumps(encoder.body(answer)), media_type="application/json")
+
+
+async def _start_stream(events: AsyncGenerator[Event, None], encoder: Encoder) -> Response:
+    """Wait a moment for a refusal: it is still a plain JSON error, not a broken stream."""
+    first = asyncio.create_task(anext(events))
+    try:
+        await asyncio.wait({first}, timeout=START_WAIT_S)
+    except asyncio.CancelledError:
+        await _cancel(first)
+        await events.aclose()
+        raise
+    if first.done() and isinstance(event := first.result(), Failed):
+        await events.aclose()
+        raise event.error
+    return EventStreamResponse(first, events, encoder)
+
+
+class EventStreamResponse(Response):
+    """A server-sent event stream that pings while it is silent and ends when the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: asyncio.Task[Event],
+        events: AsyncGenerator[Event, None],
+        encoder: Encoder,
+        ping_interval_s: float = PING_INTERVAL_S,
+    ) -> None:
+        self.background = None
+        self.status_code = 200
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._first, self._events, self._encoder = first, events, encoder
+        self._ping_interval_s = ping_interval_s
+        self._last_sent_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pings = asyncio.create_task(self._ping(send))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _unless_client_leaves(receive, self._write(send, pings))
+        finally:
+            await _cancel(pings)
+            await _cancel(self._first)
+            await self._events.aclose()
+
+    async def _write(self, send: Send, pings: asyncio.Task[None]) -> None:
+        await self._send(send, self._encoder.frames(await self._first))
+        async for event in self._events:
+            await self._send(send, self._encoder.frames(event))
+        await _cancel(pings)  # nothing may follow the end of the body
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        if data:
+            self._last_sent_s = asyncio.get_running_loop().time()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _ping(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_sent_s = loop.time()
+        while True:
+            silent_s = loop.time() - self._last_sent_s
+            if silent_s >= self._ping_interval_s:
+                await self._send(send, PING)
+            else:
+                await asyncio.sleep(self._ping_interval_s - silent_s)
+
+
+async def _unless_client_leaves(
+    receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, Result]
+) -> Result | None:
+    """Return the result of `work`, or cancel it and return None when the client hangs up."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_wait_for_hangup(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await _cancel(gone)
+        await _cancel(task)
+
+
+async def _wait_for_hangup(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait until its cleanup is over; its own failure was already seen."""
+    if task.done():
+        return
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,162 @@
+"""Text to tokens and back: a checkpoint's tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from transformers import PreTrainedTokenizerFast
+
+from whalepod.server.errors import RequestRejected, StartupError
+from whalepod.server.gateway.detokenizer import IncrementalDetokenizer
+from whalepod.server.gateway.token_bytes import bytes_of_all_tokens
+
+# A noncharacter: it marks where the text of a special token inside a user's message is broken up.
+_BREAK: Final = "\ufdd0"
+_UNTRUSTED_ROLES: Final = ("user", "tool")
+
+
+class TextTokenizer:
+    """Encode, render and decode. Methods are thread safe and belong off the event loop."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, adds_bos: bool) -> None:
+        self.transformers: Final = tokenizer
+        self._adds_bos = adds_bos and tokenizer.bos_token_id is not None
+        self.token_bytes: Final = bytes_of_all_tokens(tokenizer)
+        """The bytes of each token by id."""
+        self.special_ids: Final = frozenset(tokenizer.all_special_ids)
+        self._markers = sorted(
+            (token.content for token in tokenizer.added_tokens_decoder.values()), key=len
+        )
+        # a token's bytes may be none (padding ids), hence `default`
+        self._longest_token_bytes = max(map(len, self.token_bytes), default=1)
+
+    @classmethod
+    def from_folder(cls, folder: Path, chat_template: Path | None = None) -> TextTokenizer:
+        """Load the tokenizer files of a checkpoint; StartupError says what is wrong with them.
+
+        `chat_template` names a Jinja file that replaces the checkpoint's own template.
+        """
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+            if chat_template is not None:
+                tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+            return cls(tokenizer, adds_bos=_adds_bos(folder, tokenizer))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StartupError(f"{folder}: cannot load the tokenizer: {error}") from error
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.transformers.chat_template)
+
+    def encode(self, text: str, *, adds_bos: bool = True) -> list[int]:
+        """Return the tokens of a raw prompt: special tokens are parsed, one BOS comes first."""
+        token_ids = self._encode(text)
+        return self._with_one_bos(token_ids) if adds_bos else token_ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Render the chat template and return its tokens, with one BOS.
+
+        Text of users and tools never becomes a special token: whoever writes <｜Assistant｜> into
+        a message gets its letters. Raises RequestRejected when the template refuses.
+        """
+        if not self.has_chat_template:
+            raise RequestRejected(
+                "invalid_request",
+                "this model has no chat template: use /v1/completions, or start the server with "
+                "--chat-template FILE",
+                "messages",
+            )
+        safe = [self._break_markers(message) for message in messages]
+        try:
+            rendered = self.transformers.apply_chat_template(
+                safe,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **(template_arguments or {}),
+            )
+        except Exception as error:  # a template is code: it can fail in any way
+            message = f"the chat template refuses these messages: {error}"
+            raise RequestRejected("invalid_request", message, "messages") from error
+        runs = str(rendered).split(_BREAK)
+        return self._with_one_bos([token_id for run in runs for token_id in self._encode(run)])
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """Return a fresh decoder for one answer."""
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        return IncrementalDetokenizer(self.token_bytes, skipped)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token; none for ids beyond the tokenizer's vocabulary."""
+        return self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
+
+    def printable(self, token_id: int) -> str:
+        r"""Return the token as text, or as `bytes:\xe4\xb8` when it is part of a character."""
+        data = self.bytes_of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a lower bound of the tokens of `text`, without encoding it."""
+        return -(-len(text.encode()) // self._longest_token_bytes)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.transformers.encode(text, add_special_tokens=False)
+        return ids
+
+    def _with_one_bos(self, token_ids: list[int]) -> list[int]:
+        bos = self.transformers.bos_token_id
+        if not self._adds_bos or token_ids[:1] == [bos]:
+            return token_ids
+        return [bos, *token_ids]
+
+    def _break_markers(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        if message["role"] not in _UNTRUSTED_ROLES or not content:
+            return dict(message)
+        content = content.replace(_BREAK, "")
+        for marker in self._markers:
+            content = content.replace(marker, marker[:1] + _BREAK + marker[1:])
+        return {**message, "content": content}
+
+
+def _adds_bos(folder: Path, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Say whether raw prompts begin with BOS.
+
+    `PreTrainedTokenizerFast` drops `add_bos_token` of tokenizer_config.json, so it is read here.
+    """
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    added: list[int] = tokenizer.encode("")
+    return bool(config.get("add_bos_token", added[:1] == [tokenizer.bos_token_id]))
+
+
+def read_default_params(folder: Path) -> dict[str, float]:
+    """Return the sampling defaults of generation_config.json; what it leaves out is OpenAI's."""
+    file = folder / "generation_config.json"
+    if not file.exists():
+        return {}
+    try:
+        config = orjson.loads(file.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise StartupError(f"{file}: {error}") from error
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: config[name] for name in names if isinstance(config.get(name), int | float)}

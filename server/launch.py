@@ -1,0 +1,170 @@
+"""Starts the engine's process and ends it, whatever happens in between."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from whalepod.server.channel import EngineChannel, new_socket
+from whalepod.server.codec import decode, encode_value
+from whalepod.server.config import EngineConfig
+from whalepod.server.errors import StartupError
+from whalepod.server.messages import EngineFailed, EngineInfo, MessageError
+
+ENGINE_MODULE = "whalepod.server.engine.process"
+START_TIMEOUT_S = 1800.0
+"""Loading hundreds of gigabytes from a network disk takes its time; progress is on stderr."""
+STOP_GRACE_S = 10.0
+"""From SIGTERM to SIGKILL: the engine ends after the step it is in."""
+POLL_MS = 100
+
+
+class EngineProcess:
+    """One engine in a process of its own, for the time of a `with` block.
+
+    Entering waits until the engine can serve and raises StartupError, one sentence, when it
+    cannot. Leaving stops the process and removes the socket's folder (mode 0700, ours alone).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+        stop_grace_s: float = STOP_GRACE_S,
+        module: str = ENGINE_MODULE,
+    ) -> None:
+        self._config = config
+        self._start_timeout_s = start_timeout_s
+        self._stop_grace_s = stop_grace_s
+        self._module = module
+        self._info: EngineInfo | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.mkdtemp(prefix="whalepod-")  # 0700
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = new_socket(self._context)
+        try:
+            address = f"ipc://{self._folder}/engine"
+            self._socket.bind(address)
+            self._process = self._spawn(address)
+            self._info = self._wait_until_ready(self._process)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said when it became ready."""
+        assert self._info is not None, "the engine was not started"
+        return self._info
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the engine was not started"
+        return self._process.pid
+
+    def channel(self) -> EngineChannel:
+        """Return the gateway's end of the wire, to be entered once."""
+        return EngineChannel(self._socket, self.info, self.exit_reason)
+
+    def exit_reason(self) -> str | None:
+        """Say how the process ended; None while it lives."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None:
+            return None
+        if code < 0:
+            return f"the engine process was ended by {signal.Signals(-code).name}"
+        return f"the engine process ended with exit code {code}"
+
+    def stop(self) -> None:
+        """End the process (SIGTERM, after a grace SIGKILL) and remove the folder."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(self._stop_grace_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _spawn(self, address: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", self._module]
+        process = subprocess.Popen(
+            [*command, "--address", address, "--parent-pid", str(os.getpid())],
+            env=_environment(self._config.device.num_threads),
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),  # the caller's stdout may be read by a program
+            process_group=0,  # Ctrl-C reaches the gateway only, which then ends the engine
+        )
+        assert process.stdin is not None
+        try:
+            with process.stdin:
+                process.stdin.write(encode_value(self._config))
+        except BrokenPipeError:
+            pass  # it died at once: whoever waits for it says how
+        return process
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> EngineInfo:
+        deadline = time.monotonic() + self._start_timeout_s
+        while time.monotonic() < deadline:
+            has_ended = process.poll() is not None
+            if self._socket.poll(POLL_MS):  # looked at once more after the end: last words
+                return self._first_message()
+            if has_ended:
+                raise StartupError(f"{self.exit_reason()} before it was ready")
+        raise StartupError(f"the engine was not ready after {self._start_timeout_s:.0f} s")
+
+    def _first_message(self) -> EngineInfo:
+        try:
+            message = decode(self._socket.recv())
+        except MessageError as error:
+            raise StartupError(f"the engine sent what cannot be read: {error}") from error
+        if isinstance(message, EngineInfo):
+            return message
+        if isinstance(message, EngineFailed):
+            raise StartupError(message.message)
+        raise StartupError(f"the engine began with a {type(message).__name__}")
+
+
+def _environment(num_threads: int) -> dict[str, str]:
+    """Return the environment of an engine: the caller's modules, and its own thread pools.
+
+    The pools read their sizes when they are imported, so they are set before the process starts.
+    """
+    threads = str(num_threads or available_cores())
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "NUMBA_NUM_THREADS": threads,
+    }
+
+
+def available_cores() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,194 @@
+"""A model small enough to reason about: its logits are a hash of the text read from the cache."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.engine import plain_sampler
+from tests.engine.noise import gumbel
+from whalepod.kernels.interface import BLOCK_TOKENS
+from whalepod.models.batch import ForwardBatch
+from whalepod.models.cache import LatentCache
+from whalepod.scheduler.config import SchedulerConfig
+from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.scheduler import Scheduler
+from whalepod.server.engine.batching import BatchBuilder
+from whalepod.server.engine.core import EngineCore, TestHooks
+from whalepod.server.engine.runner import Runner
+from whalepod.server.engine.sampler import Sampler
+from whalepod.server.engine.sampling_state import seed_of_branch
+from whalepod.server.messages import EngineInfo, SequenceOutput, StepOutputs
+from whalepod.server.outputs import join_outputs
+
+VOCAB_SIZE = 50
+
+
+class NoiseKernels:
+    """The one kernel that the sampler uses, one row at a time."""
+
+    name = "noise"
+
+    def gumbel_noise(self, seeds_B: Tensor, positions_B: Tensor, num_tokens: int) -> Tensor:
+        rows = zip(seeds_B.tolist(), positions_B.tolist(), strict=True)
+        return torch.from_numpy(np.stack([gumbel(s, p, num_tokens) for s, p in rows]))
+
+
+def text_hash(token_ids: list[int]) -> int:
+    value = 17
+    for token_id in token_ids:
+        value = (value * 31 + token_id + 1) % 1_000_003
+    return value
+
+
+def logits_of_hash(value: int, vocab_size: int = VOCAB_SIZE) -> np.ndarray:
+    return np.random.default_rng(value).normal(size=vocab_size).astype(np.float32) * 3
+
+
+def logits_after(token_ids: list[int]) -> np.ndarray:
+    """Return what the fake model predicts after a text: the oracle of the tests."""
+    return logits_of_hash(text_hash(token_ids))
+
+
+class FakeModel:
+    """Writes (token, position) rows, reads the whole text back through the block table.
+
+    A wrong slot, table, length or copy gives it another text, or a NaN that it refuses.
+    """
+
+    num_cache_layers, cache_row_width = 1, 2
+
+    def __init__(self) -> None:
+        self.num_forwards = 0
+        self.batch_shapes: list[tuple[int, int]] = []
+        self.fails_at: set[int] = set()
+
+    def forward(self, batch: ForwardBatch, cache: LatentCache) -> Tensor:
+        self.num_forwards += 1
+        if self.num_forwards in self.fails_at:
+            raise RuntimeError(f"forward {self.num_forwards} was told to fail")
+        rows_SC = cache.layer(0).view(-1, self.cache_row_width)
+        rows_SC[batch.slots_T, 0] = batch.token_ids_T.float()
+        rows_SC[batch.slots_T, 1] = batch.positions_T.float()
+        starts = batch.query_start_B1.tolist()
+        self.batch_shapes.append((len(starts) - 1, starts[-1]))
+        hidden = []
+        for b, (begin, end) in enumerate(pairwise(starts)):
+            text = self._read(batch, cache, b)
+            num_before = len(text) - (end - begin)
+            assert batch.positions_T[begin:end].tolist() == list(range(num_before, len(text)))
+            hidden += [text_hash(text[: num_before + i + 1]) for i in range(end - begin)]
+        assert batch.max_query_tokens == max(e - s for s, e in pairwise(starts))
+        return torch.tensor(hidden, dtype=torch.float32)[:, None]
+
+    def _read(self, batch: ForwardBatch, cache: LatentCache, b: int) -> list[int]:
+        assert batch.block_tables_BM.is_contiguous()
+        length = int(batch.context_lens_B[b])
+        num_blocks = math.ceil(length / BLOCK_TOKENS)
+        blocks = batch.block_tables_BM[b, :num_blocks].long()
+        rows = cache.layer(0)[blocks].reshape(-1, self.cache_row_width)[:length]
+        assert not rows.isnan().any(), f"row {b} reads cache rows that nobody wrote"
+        assert rows[:, 1].tolist() == list(range(length)), f"row {b} reads rows of other positions"
+        return [int(token_id) for token_id in rows[:, 0].tolist()]
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        rows = [logits_of_hash(int(value)) for value in hidden_BH[:, 0].tolist()]
+        return torch.from_numpy(np.stack(rows))
+
+
+def poisoned_cache(num_blocks: int) -> LatentCache:
+    cache = LatentCache(
+        num_layers=FakeModel.num_cache_layers,
+        num_blocks=num_blocks,
+        row_width=FakeModel.cache_row_width,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    cache.rows_LPBC.fill_(torch.nan)
+    return cache
+
+
+EOS = 0
+
+
+def make_core(
+    *,
+    num_blocks: int = 64,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 512,
+    model: FakeModel | None = None,
+    hooks: bool = False,
+    **scheduler_options: Any,
+) -> EngineCore:
+    """Build an engine around the fake model; unwritten cache rows are NaN."""
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        **scheduler_options,
+    )
+    runner = Runner(
+        model or FakeModel(),
+        poisoned_cache(num_blocks),
+        Sampler(NoiseKernels()),  # type: ignore[arg-type]
+        BatchBuilder(
+            max_tokens=max_num_batched_tokens, max_rows=max_num_seqs, max_model_len=max_model_len
+        ),
+    )
+    info = EngineInfo(
+        model_type="fake", dtype="fp32", kernels="noise", max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_tokens=BLOCK_TOKENS,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        weights_bytes=0, kv_bytes_per_token=8, load_seconds=0.0,
+    )  # fmt: skip
+    return EngineCore(
+        Scheduler(config, num_blocks=num_blocks, eos_token_ids=frozenset({EOS})),
+        runner,
+        info,
+        hooks=TestHooks(encode=encode_letters, eos_token_id=EOS) if hooks else None,
+    )
+
+
+def encode_letters(text: str) -> list[int]:
+    """Encode each letter of a..z as 1..26."""
+    return [ord(letter) - ord("a") + 1 for letter in text]
+
+
+def expected_answer(prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]:
+    """Generate with the plain sampler and no engine: the oracle of every engine test."""
+    assert params.max_tokens is not None
+    seed = seed_of_branch(params.seed or 0, index)
+    stops = {EOS, *params.stop_token_ids}
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    answer: list[int] = []
+    while len(answer) < params.max_tokens:
+        logits = logits_after(prompt + answer)
+        answer.append(plain_sampler.choose(logits, params, prompt, answer, stops, seed))
+        if answer[-1] in ends and len(answer) > params.min_tokens:
+            break
+    return answer
+
+
+def run_to_end(core: EngineCore, max_steps: int = 5_000) -> dict[tuple[str, int], SequenceOutput]:
+    """Step until nothing is left; return each answer with its outputs joined."""
+    answers: dict[tuple[str, int], SequenceOutput] = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            core.check()
+            return answers
+        outputs = core.step()
+        assert outputs is not None, "there is work, but nothing can run"
+        collect(answers, outputs)
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def collect(answers: dict[tuple[str, int], SequenceOutput], outputs: StepOutputs) -> None:
+    for output in outputs.outputs:
+        key = (output.request_id, output.index)
+        answers[key] = join_outputs(answers[key], output) if key in answers else output

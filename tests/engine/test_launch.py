@@ -1,0 +1,177 @@
+"""The engine in a process of its own: started, used, killed, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.fakes import expected_answer
+from whalepod.scheduler.params import SamplingParams
+from whalepod.server.config import EngineConfig, ModelSource
+from whalepod.server.errors import EngineLost, StartupError
+from whalepod.server.launch import EngineProcess
+from whalepod.server.messages import SequenceOutput, Submit
+
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+PROMPT = (3, 1, 4)
+
+
+def process(behaviour: str = "", start_timeout_s: float = 60.0) -> EngineProcess:
+    return EngineProcess(
+        EngineConfig(source=ModelSource(model=behaviour)),
+        start_timeout_s=start_timeout_s,
+        stop_grace_s=5.0,
+        module="tests.engine.fake_engine_process",
+    )
+
+
+@pytest.fixture(autouse=True)
+def folder_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep sockets apart, so that a test can see that none is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for_the_end(pid: int, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} still lives after {timeout_s} s"
+        time.sleep(0.02)  # a poll with a deadline
+
+
+def submit(params: SamplingParams) -> Submit:
+    return Submit(request_id="a", prompt_token_ids=PROMPT, params=params)
+
+
+def test_an_engine_process_answers_and_leaves_nothing_behind(
+    folder_of_sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = folder_of_sockets / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "torch.py").write_text("raise ImportError('shadowed by the working directory')")
+    monkeypatch.chdir(elsewhere)
+
+    async def ask(engine: EngineProcess) -> list[int]:
+        async with engine.channel() as channel:
+            assert (await channel.ping(5.0)).num_running == 0
+            outputs = [output async for output in channel.submit(submit(PARAMS))]
+        return [token_id for output in outputs for token_id in output.token_ids]
+
+    with process() as engine:
+        (folder,) = folder_of_sockets.glob("whalepod-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert engine.info.model_type == "fake"
+        assert asyncio.run(ask(engine)) == expected_answer(list(PROMPT), PARAMS)
+        pid = engine.pid
+
+    assert not is_alive(pid)
+    assert list(folder_of_sockets.iterdir()) == [elsewhere]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "says"),
+    [
+        ("refuses", "there is no such checkpoint"),
+        ("breaks", "RuntimeError: a bug"),
+        ("dies", "exit code 7 before it was ready"),
+    ],
+)
+def test_a_start_that_fails_is_one_sentence(
+    behaviour: str, says: str, folder_of_sockets: Path
+) -> None:
+    with pytest.raises(StartupError, match=says), process(behaviour):
+        pass
+
+    assert list(folder_of_sockets.iterdir()) == []
+
+
+def test_a_start_that_hangs_ends_at_its_deadline(folder_of_sockets: Path) -> None:
+    started = time.monotonic()
+    engine = EngineProcess(
+        EngineConfig(source=ModelSource(model="hangs")),
+        start_timeout_s=0.5,
+        stop_grace_s=0.5,
+        module="tests.engine.fake_engine_process",
+    )
+
+    with pytest.raises(StartupError, match="not ready after"), engine:
+        pass
+
+    assert time.monotonic() - started < 10
+    assert list(folder_of_sockets.iterdir()) == []
+
+
+async def read_to_the_end(outputs: AsyncIterator[SequenceOutput]) -> None:
+    async for _ in outputs:
+        pass
+
+
+def test_killing_the_engine_fails_its_requests_within_a_second() -> None:
+    async def scenario(engine: EngineProcess) -> float:
+        async with engine.channel() as channel:
+            outputs = channel.submit(submit(ENDLESS))
+            await anext(outputs)
+            os.kill(engine.pid, signal.SIGKILL)
+            killed = time.monotonic()
+            with pytest.raises(EngineLost, match="SIGKILL"):
+                await read_to_the_end(outputs)
+            seconds = time.monotonic() - killed
+            with pytest.raises(EngineLost, match="SIGKILL"):
+                await channel.ping(5.0)
+            return seconds
+
+    with process("slow") as engine:
+        assert asyncio.run(scenario(engine)) < 1.0
+
+
+def test_an_idle_engine_uses_no_cpu() -> None:
+    with process() as engine:
+        before = cpu_seconds(engine.pid)
+        time.sleep(1.0)  # the interval that is measured
+        assert cpu_seconds(engine.pid) - before <= 0.05
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_engine_ends_with_its_launcher(folder_of_sockets: Path) -> None:
+    """The launcher is killed: it cannot clean up, so the engine does."""
+    launcher = (
+        "import sys; from whalepod.server.launch import EngineProcess\n"
+        "from whalepod.server.config import EngineConfig\n"
+        "e = EngineProcess(EngineConfig(), module='tests.engine.fake_engine_process')\n"
+        "e.__enter__(); print(e.pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder_of_sockets)},
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+
+    wait_for_the_end(pid)
+    assert list(folder_of_sockets.iterdir()) == []

@@ -1,0 +1,150 @@
+"""`whalepod.Engine` and the composition root on a random v3-nano: the real model end to end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whalepod.models.synthetic import synthesize
+from whalepod.scheduler.journal import replay
+from whalepod.scheduler.params import SamplingParams
+from whalepod.server.engine.local import Engine, Generation
+from whalepod.server.engine.script_text import load_encode
+from whalepod.server.errors import RequestRejected, StartupError
+from whalepod.server.gateway.tokenizer import TextTokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3, frequency_penalty=0.2)
+PROMPTS = [[(7 * i + j) % 500 for j in range(length)] for i, length in enumerate((3, 70, 130))]
+OPTIONS: dict[str, Any] = {
+    "dtype": "fp32", "kernels": "reference", "batch_invariant": True, "max_model_len": 256,
+    "max_num_seqs": 8, "num_threads": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(synthesize("v3-nano", tmp_path_factory.mktemp("engine") / "nano"))
+
+
+@pytest.fixture(scope="module")
+def engine(nano: str) -> Iterator[Engine]:
+    with Engine(nano, **OPTIONS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(nano: str) -> list[list[Generation]]:
+    """Each prompt by itself, computed once, without a cache."""
+    with Engine(nano, **OPTIONS, enable_prefix_caching=False) as engine:
+        return [[engine.generate([p], params)[0] for p in PROMPTS] for params in (GREEDY, SAMPLED)]
+
+
+def bits(generations: list[Generation]) -> list[tuple[Any, ...]]:
+    return [(g.token_ids, g.logprobs) for g in generations]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_num_batched_tokens": 8}, {"max_num_batched_tokens": 50}, {"max_num_seqs": 1}],
+)
+def test_ids_and_logprobs_are_bit_equal_in_any_company(
+    nano: str, alone: list[list[Generation]], changes: dict[str, int]
+) -> None:
+    with Engine(nano, **OPTIONS | changes) as engine:
+        for params, expected in zip((GREEDY, SAMPLED), alone, strict=True):
+            assert bits(engine.generate(PROMPTS, params)) == bits(expected)
+            again = engine.generate(PROMPTS, params)
+            assert bits(again) == bits(expected)
+            assert again[2].num_cached_tokens >= 128
+
+
+def test_preemption_changes_no_bit(nano: str, alone: list[list[Generation]]) -> None:
+    with Engine(nano, **OPTIONS) as engine:
+        block_bytes = 64 * engine._core.info.kv_bytes_per_token
+    with Engine(nano, **OPTIONS, kv_cache_memory_bytes=5 * block_bytes) as engine:
+        longer = replace(SAMPLED, max_tokens=100)
+        together = engine.generate([PROMPTS[0], PROMPTS[1], PROMPTS[0][::-1]], longer)
+        assert engine._core.stats.num_preemptions > 0
+        assert engine._core.stats.num_blocks == 5
+    assert together[1].token_ids[:12] == alone[1][1].token_ids
+    assert together[1].logprobs[:12] == alone[1][1].logprobs
+
+
+def test_text_in_text_out(engine: Engine) -> None:
+    (answer,) = engine.generate("The quick brown fox", GREEDY)
+
+    assert answer.finish_reason == "length"
+    assert len(answer.token_ids) == 12
+    assert isinstance(answer.text, str)
+
+
+def test_one_refusal_refuses_all_and_leaves_nothing_behind(engine: Engine) -> None:
+    with pytest.raises(RequestRejected, match="256"):
+        engine.generate([PROMPTS[0], [1] * 300], GREEDY)
+
+    assert not engine._core.has_work
+    engine._core.check()
+
+
+def test_more_prompts_than_the_queue_holds_are_fed_in_turn(nano: str) -> None:
+    with Engine(nano, **OPTIONS | {"max_num_seqs": 2}, max_num_queued_reqs=3) as engine:
+        answers = engine.generate([PROMPTS[0]] * 9, replace(GREEDY, max_tokens=2))
+
+    assert len({answer.token_ids for answer in answers}) == 1
+
+
+def test_what_was_recorded_replays(nano: str, tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with Engine(nano, **OPTIONS, record=str(path)) as engine:
+        engine.generate(PROMPTS, SAMPLED)
+
+    assert path.stat().st_mode & 0o777 == 0o600
+    with path.open("rb") as file:
+        assert replay(file) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_model_len": 10**6}, "max_position_embeddings"),
+        ({"kv_cache_memory_bytes": 100}, "one block"),
+        ({"record": "/nowhere/journal"}, "cannot record to"),
+    ],
+)
+def test_what_cannot_start_is_one_sentence(nano: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(StartupError, match=says):
+        Engine(nano, **OPTIONS | options)
+
+
+def test_a_model_that_is_nowhere_is_one_sentence() -> None:
+    with pytest.raises(StartupError, match="no model"):
+        Engine("no such model")
+
+
+def test_unknown_options_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="colour"):
+        Engine("tiny", colour="blue")
+
+
+def test_params_must_match_the_prompts(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="2 prompts"):
+        engine.generate(["a", "b"], [GREEDY])
+
+
+def test_hooks_encode_markers_whole_and_lone_bytes(nano: str) -> None:
+    encode, tokenizer = load_encode(Path(nano)), TextTokenizer.from_folder(Path(nano))
+    added = json.loads((Path(nano) / "tokenizer.json").read_text())["added_tokens"][0]
+    marker = added["content"]
+
+    assert list(encode(marker)) == [added["id"]]
+    assert len(encode(marker[:-1])) > 1
+    halves = [*encode("a\udcf0\udc9f"), *encode("\udc98\udc80b")]
+    assert tokenizer.decode(halves) == "a\N{GRINNING FACE}b"
+    with pytest.raises(ValueError, match="no byte"):
+        encode("\ud800")

@@ -1,0 +1,82 @@
+"""What happens while nothing happens: pings, slow clients, full queues."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from whalepod.server.gateway.api_errors import ApiError
+from whalepod.server.gateway.body import read_body
+from whalepod.server.gateway.chat_encoder import ChatEncoder
+from whalepod.server.gateway.encoder import AnswerHeader, EncoderOptions
+from whalepod.server.gateway.events import Event, UsageReady
+from whalepod.server.gateway.offload import Offload
+from whalepod.server.gateway.responses import EventStreamResponse
+from whalepod.server.gateway.tokenizer import TextTokenizer
+
+DEADLINE_S = 10.0
+
+
+async def never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+def test_b101_a_silent_stream_pings_and_nothing_follows_its_end(tokenizer: TextTokenizer) -> None:
+    header = AnswerHeader(id="x", created=0, model="tiny", system_fingerprint="fp")
+    encoder = ChatEncoder(header, EncoderOptions(), tokenizer)
+    sent: list[Message] = []
+
+    async def run() -> None:
+        pinged = asyncio.Event()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+            if [m.get("body") for m in sent].count(b": ping\n\n") == 3:
+                pinged.set()
+
+        async def events() -> AsyncGenerator[Event, None]:
+            await pinged.wait()
+            yield UsageReady(prompt_tokens=1, completion_tokens=1, cached_tokens=0)
+
+        stream = events()
+        first = asyncio.create_task(anext(stream))
+        response = EventStreamResponse(first, stream, encoder, ping_interval_s=0.001)
+        async with asyncio.timeout(DEADLINE_S):
+            await response({"type": "http"}, never, send)
+
+    asyncio.run(run())
+
+    assert [message.get("body") for message in sent[-2:]] == [b"data: [DONE]\n\n", b""]
+    assert sent[-1]["more_body"] is False
+
+
+def test_a_body_that_does_not_arrive_in_time_is_408() -> None:
+    scope = {"type": "http", "method": "POST", "headers": []}
+
+    with pytest.raises(ApiError, match="did not arrive") as caught:
+        asyncio.run(read_body(Request(scope, never), 100, timeout_s=0.01))
+    assert caught.value.status == 408
+
+
+def test_too_many_waiting_prompts_are_refused_and_places_come_back() -> None:
+    release = threading.Event()
+
+    async def run() -> None:
+        offload = Offload(num_threads=1, max_pending=2)
+        waiting = [asyncio.create_task(offload.run(release.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await offload.run(release.wait)
+        assert caught.value.code == "queue_full"
+        release.set()
+        await asyncio.gather(*waiting)
+        assert await offload.run(lambda: 7) == 7
+        offload.close()
+
+    asyncio.run(run())

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whalepod
+from whalepod.server.config import EngineConfig, GatewayConfig
+from whalepod.tools import cli
+
+LEAN_START = """
+import sys
+from whalepod.tools.cli import main
+code = main(sys.argv[1:])
+heavy = {"torch", "transformers", "fastapi", "numba", "numpy", "zmq", "httpx2"} & set(sys.modules)
+assert not heavy, heavy
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"]])
+def test_version_and_help_import_nothing_heavy(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEAN_START, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": ":".join(sys.path), "PATH": ""},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert whalepod.__version__ in done.stdout or "Usage: whalepod" in done.stdout
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, GatewayConfig]]:
+    """Collects what `whalepod serve` would start."""
+    started: list[tuple[EngineConfig, GatewayConfig]] = []
+
+    def remember(engine: EngineConfig, gateway: GatewayConfig) -> int:
+        started.append((engine, gateway))
+        return 0
+
+    monkeypatch.setattr("whalepod.tools.serve.serve", remember)
+    return started
+
+
+Served = list[tuple[EngineConfig, GatewayConfig]]
+
+
+def test_serve_without_flags_is_the_default_configuration(served: Served) -> None:
+    assert cli.main(["serve"]) == 0
+    assert served == [(EngineConfig(), GatewayConfig())]
+
+
+def test_every_kind_of_flag_reaches_its_field(served: Served) -> None:
+    arguments = (
+        "serve some/model --kv-cache-memory 2G --max-model-len 25.6k --dtype bfloat16 "
+        "--no-enable-prefix-caching --api-key one --api-key two --ready-timeout 2.5 "
+        "--batch-invariant --revision abc"
+    )
+    assert cli.main(arguments.split()) == 0
+    engine, gateway = served[0]
+    assert engine.source.model == "some/model"
+    assert engine.source.dtype == "bf16"
+    assert engine.source.revision == "abc"
+    assert engine.device.kv_cache_memory_bytes == 2 * 2**30
+    assert engine.device.batch_invariant
+    assert engine.scheduler.max_model_len == 25_600
+    assert not engine.scheduler.enable_prefix_caching
+    assert gateway.api_key == ("one", "two")
+    assert gateway.ready_timeout_s == 2.5
+
+
+def test_a_flag_of_both_processes_reaches_both(served: Served) -> None:
+    assert cli.main(["serve", "--enable-test-hooks"]) == 0
+    engine, gateway = served[0]
+    assert engine.enable_test_hooks
+    assert gateway.enable_test_hooks
+
+
+def test_command_line_beats_environment_beats_file(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        'port = 1\nseed = 1\nmax_num_seqs = 3\nkv-cache-memory = "512M"\n'
+        'enable_prefix_caching = false\nserved-model-name = ["a", "b"]\n'
+    )
+    monkeypatch.setenv("WHALEPOD_PORT", "2")
+    monkeypatch.setenv("WHALEPOD_SEED", "2")
+    assert cli.main(["serve", "--config", str(file), "--port", "3"]) == 0
+    engine, gateway = served[0]
+    assert (gateway.port, engine.source.seed, engine.scheduler.max_num_seqs) == (3, 2, 3)
+    assert engine.device.kv_cache_memory_bytes == 512 * 2**20
+    assert not engine.scheduler.enable_prefix_caching
+    assert gateway.served_model_name == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        ("max_model_lenn = 1", "unknown key 'max_model_lenn'; the nearest is 'max-model-len'"),
+        ("port = ", "cannot be read as TOML"),
+        ("port = {a = 1}", "port must be a value or a list of values"),
+        ('port = "many"', "'many' is not a whole number"),
+    ],
+)
+def test_a_wrong_config_file_is_a_usage_error_that_names_it(
+    served: Served,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    content: str,
+    fragment: str,
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(content)
+    assert cli.main(["serve", "--config", str(file)]) == 2
+    assert fragment in capsys.readouterr().err
+    assert not served
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["serve", "--prot", "1"], "Unknown option: --prot. Did you mean --port?"),
+        (["serve", "--port", "x"], "'x' is not a whole number"),
+        (["serve", "--port", "99999"], "port must be in 0..65535, got 99999"),
+        (["serve", "--max-model-len", "1.5"], "which is not a whole number"),
+        (["serve", "--dtype", "int3"], "'int3' is not one of auto, bf16, fp32"),
+        (["serve", "--max-num-seqs", "4k"], "max_num_batched_tokens (512)"),
+        (["serve", "--host", "0.0.0.0", "--enable-test-hooks"], "loopback"),
+        (["serve", "a", "b"], "unexpected argument 'b' (see `whalepod serve --help`)"),
+        (["srve"], 'Did you mean "serve"?'),
+        (["complete"], "requires an argument"),
+        (["bench", "serve", "--slo", "speed:1"], "slo must be like ttft:500,tpot:50"),
+        (["bench", "serve", "--concurrency", "1,x"], "concurrency must be like 16 or 1,4,16"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
+    served: Served, capsys: pytest.CaptureFixture[str], arguments: list[str], fragment: str
+) -> None:
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert fragment in error
+    assert len(error.splitlines()) == 1
+    assert not served
+
+
+def test_debug_shows_the_traceback_of_an_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        cli.main(["replay", "/nonexistent/journal", "--debug"])
+
+
+def test_an_error_is_one_sentence_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", "/nonexistent/journal"]) == 1
+    assert capsys.readouterr().err == (
+        "whalepod: /nonexistent/journal: No such file or directory\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("7", 7), ("25.6k", 25_600), ("1K", 1024), ("512M", 2**29), ("2GiB", 2**31), ("1_000", 1000)],
+)
+def test_numbers_may_have_a_scale(text: str, number: int) -> None:
+    from whalepod.tools.flags import parse_number
+
+    assert parse_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "1e3", "0x10", "2X", "nan"])
+def test_what_is_no_whole_number_is_refused(text: str) -> None:
+    from whalepod.tools.flags import parse_number
+
+    with pytest.raises(ValueError, match="whole number"):
+        parse_number(text)
+
+
+def test_every_flag_of_serve_has_a_help_text() -> None:
+    from whalepod.tools.flags import flags_of
+
+    flags: dict[str, Any] = flags_of(EngineConfig, {}) | flags_of(GatewayConfig, {})
+    assert len(flags) > 20
+    assert [flag.name for flag in flags.values() if not flag.help] == []

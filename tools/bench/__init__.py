@@ -1,0 +1,1 @@
+"""`whalepod bench serve`: load, trace replay, and statistics."""

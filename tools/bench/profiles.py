@@ -1,0 +1,95 @@
+"""Profiles: traces made from a seed, each with the shape of one kind of traffic."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from whalepod.tools.bench.config import LoadConfig, WorkloadConfig
+from whalepod.tools.bench.trace import TraceRequest, num_blocks
+
+_SESSION_STRIDE = 1_000_000
+"""Hash ids below it are shared; session s owns those from (s + 1) * stride."""
+
+
+def make_requests(workload: WorkloadConfig) -> list[TraceRequest]:
+    """Make the requests of a profile, all due at once; sessions keep their own order."""
+    rng = random.Random(workload.seed)
+    if workload.profile == "random":
+        return [_single(workload, i) for i in range(workload.num_requests)]
+    if workload.profile == "retrieval":
+        return [_question(workload, i, rng) for i in range(workload.num_requests)]
+    turns = workload.turns
+    requests: list[TraceRequest] = []
+    for session in range(num_blocks(workload.num_requests, turns)):
+        requests += _session(workload, session, rng)
+    return requests[: workload.num_requests]
+
+
+def _single(workload: WorkloadConfig, index: int) -> TraceRequest:
+    return _request(workload, index, 0, workload.input_len, workload.output_len)
+
+
+def _question(workload: WorkloadConfig, index: int, rng: random.Random) -> TraceRequest:
+    """A question of its own about one of the shared documents."""
+    document = rng.randrange(workload.num_documents)
+    shared = workload.input_len // workload.trace_block
+    length = workload.input_len + workload.turn_len
+    request = _request(workload, index, 0, length, workload.output_len)
+    own = request.hash_ids[shared:]
+    document_ids = range(document * shared, (document + 1) * shared)
+    return replace(request, hash_ids=(*document_ids, *own))
+
+
+def _session(workload: WorkloadConfig, session: int, rng: random.Random) -> Iterator[TraceRequest]:
+    """Turns over a growing prefix: system prompt (shared by all sessions), turns and answers.
+
+    An agent's steps have one length; a chat's turns and answers vary from a half to double.
+    """
+    varies = workload.profile == "chat"
+    shared = workload.input_len // workload.trace_block
+    length = workload.input_len
+    for turn in range(workload.turns):
+        length += _vary(workload.turn_len, rng) if varies else workload.turn_len
+        output = _vary(workload.output_len, rng) if varies else workload.output_len
+        pause_ms = rng.expovariate(1.0) * workload.pause_ms if turn else 0.0
+        request = _request(workload, session, shared, length, output)
+        yield replace(request, session=str(session), pause_ms=pause_ms)
+        length += output
+
+
+def _request(
+    workload: WorkloadConfig, owner: int, shared: int, input_length: int, output_length: int
+) -> TraceRequest:
+    """A prompt whose first `shared` blocks are everybody's and whose rest is its owner's."""
+    own = (owner + 1) * _SESSION_STRIDE
+    blocks = num_blocks(input_length, workload.trace_block)
+    ids = (*range(shared), *range(own + shared, own + blocks))
+    return TraceRequest(
+        timestamp=0.0, input_length=input_length, output_length=output_length, hash_ids=ids
+    )
+
+
+def _vary(mean: int, rng: random.Random) -> int:
+    return max(1, round(mean * math.exp2(rng.uniform(-1.0, 1.0))))
+
+
+def schedule(requests: list[TraceRequest], load: LoadConfig, seed: int) -> list[TraceRequest]:
+    """Give each session its arrival: gaps are gamma distributed (burstiness 1: Poisson).
+
+    Sessions of several requests arrive so much more seldom that the mean rate of requests holds.
+    """
+    rng = random.Random(f"arrivals:{seed}")
+    names = [r.session if r.session is not None else f"#{i}" for i, r in enumerate(requests)]
+    sessions = list(dict.fromkeys(names))
+    rate = load.request_rate * len(sessions) / len(requests)
+    arrivals_ms, now_ms = {}, 0.0
+    for name in sessions:
+        arrivals_ms[name] = now_ms
+        now_ms += 1e3 * rng.gammavariate(load.burstiness, 1 / (rate * load.burstiness))
+    return [
+        replace(request, timestamp=arrivals_ms[name])
+        for request, name in zip(requests, names, strict=True)
+    ]

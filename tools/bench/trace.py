@@ -1,0 +1,129 @@
+"""Request traces: JSON lines in the shape that Mooncake published, with content made from ids.
+
+A line has `timestamp` (ms since the start), `input_length`, `output_length`, `hash_ids` (one per
+block of the prompt: equal ids are equal tokens) and here also `session` (requests of one session
+follow each other) and `pause_ms` (between the last answer of the session and this request).
+The last id of a prompt may stand for a block of which only the beginning is used.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    timestamp: float
+    """Milliseconds after the start of the run at which it is due, if its session is ready."""
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    session: str | None = None
+    pause_ms: float = 0.0
+
+
+class TraceError(ValueError):
+    """A trace that cannot be replayed; the message names the file, the line and the key."""
+
+
+class PromptMaker:
+    """Turns hash ids into token ids: the same id, seed and range always give the same tokens."""
+
+    def __init__(self, block_tokens: int, min_token_id: int, max_token_id: int, seed: str) -> None:
+        self._block_tokens = block_tokens
+        self._token_ids = list(range(min_token_id, max_token_id + 1))
+        self._seed = seed
+        self._blocks: dict[int, list[int]] = {}
+
+    def prompt(self, request: TraceRequest) -> list[int]:
+        """The token ids of a request's prompt."""
+        tokens = [token for hash_id in request.hash_ids for token in self._block(hash_id)]
+        return tokens[: request.input_length]
+
+    def prepare(self, requests: Iterable[TraceRequest]) -> None:
+        """Make all blocks now, so that making prompts costs nothing while times are taken."""
+        for request in requests:
+            for hash_id in request.hash_ids:
+                self._block(hash_id)
+
+    def _block(self, hash_id: int) -> list[int]:
+        block = self._blocks.get(hash_id)
+        if block is None:
+            rng = random.Random(f"{self._seed}:{hash_id}")
+            block = rng.choices(self._token_ids, k=self._block_tokens)
+            self._blocks[hash_id] = block
+        return block
+
+
+def read_trace(path: Path, block_tokens: int, limit: int) -> list[TraceRequest]:
+    """Read the first `limit` requests of a trace, in order of time."""
+    requests: list[TraceRequest] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip() and len(requests) < limit:
+                requests.append(_parse(f"{path}:{number}", line, block_tokens))
+    if not requests:
+        raise TraceError(f"{path} holds no request")
+    return sorted(requests, key=lambda request: request.timestamp)
+
+
+def write_trace(path: Path, requests: Sequence[TraceRequest]) -> None:
+    """Write a trace that `read_trace` reads."""
+    lines = []
+    for request in requests:
+        line: dict[str, Any] = {
+            "timestamp": round(request.timestamp, 3),
+            "input_length": request.input_length,
+            "output_length": request.output_length,
+            "hash_ids": request.hash_ids,
+        }
+        if request.session is not None:
+            line |= {"session": request.session, "pause_ms": round(request.pause_ms, 3)}
+        lines.append(json.dumps(line) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def num_blocks(num_tokens: int, block_tokens: int) -> int:
+    """How many blocks hold so many tokens."""
+    return -(-num_tokens // block_tokens)
+
+
+def _parse(where: str, line: str, block_tokens: int) -> TraceRequest:
+    try:
+        raw = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{where}: not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise TraceError(f"{where}: a line must be a JSON object, got {type(raw).__name__}")
+    input_length = _number(where, raw, "input_length", minimum=1)
+    ids = raw.get("hash_ids")
+    if not isinstance(ids, list) or not all(isinstance(hash_id, int) for hash_id in ids):
+        raise TraceError(f"{where}: hash_ids must be a list of integers, got {ids!r}")
+    if len(ids) < num_blocks(int(input_length), block_tokens):
+        raise TraceError(
+            f"{where}: {len(ids)} hash_ids of {block_tokens} tokens do not cover input_length "
+            f"{input_length}; does --trace-block say how long the trace's blocks are?"
+        )
+    session = raw.get("session")
+    return TraceRequest(
+        timestamp=_number(where, raw, "timestamp", default=0.0),
+        input_length=int(input_length),
+        output_length=int(_number(where, raw, "output_length", minimum=1)),
+        hash_ids=tuple(ids),
+        session=None if session is None else str(session),
+        pause_ms=_number(where, raw, "pause_ms", default=0.0),
+    )
+
+
+def _number(
+    where: str, raw: dict[str, Any], key: str, *, minimum: float = 0, default: float | None = None
+) -> float:
+    value = raw.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= minimum:
+        raise TraceError(f"{where}: {key} must be a number of at least {minimum}, got {value!r}")
+    return value

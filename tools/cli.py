@@ -1,0 +1,237 @@
+"""The command `whalepod`: parses flags, imports the one command that was asked for, exits.
+
+Exit codes: 0 done, 1 it did not work, 2 the command line is wrong. Errors are one sentence on
+stderr that says what to change; `--debug` shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, CycloptsError, UnusedCliTokensError
+
+import whalepod
+from whalepod.scheduler.config import SchedulerConfig
+from whalepod.server.config import DeviceConfig, EngineConfig, GatewayConfig, ModelSource
+from whalepod.server.errors import StartupError
+from whalepod.tools.bench.config import (
+    BenchServeConfig,
+    LoadConfig,
+    ReportConfig,
+    TargetConfig,
+    WorkloadConfig,
+)
+from whalepod.tools.client import ClientError
+from whalepod.tools.doctor import DoctorConfig
+from whalepod.tools.flags import UsageError, add_command, read_config_file
+from whalepod.tools.ps import PsConfig
+from whalepod.tools.serve import ServeOptions
+from whalepod.tools.terminal import ChatConfig, CompleteConfig, Sampling, ServerAddress
+
+GROUPS: dict[type, str] = {
+    ModelSource: "Model",
+    DeviceConfig: "Device",
+    SchedulerConfig: "Scheduler",
+    GatewayConfig: "Server",
+    ServerAddress: "Server",
+    TargetConfig: "Server",
+    WorkloadConfig: "Workload",
+    LoadConfig: "Load",
+    ReportConfig: "Report",
+    Sampling: "Sampling",
+    EngineConfig: "Debugging",
+    ServeOptions: "Command line",
+}
+CLIENT_ENV = ("url", "api_key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SynthConfig:
+    shape: Annotated[str, "v3-nano, v2-nano, v3-mini, v3-layer or v2-lite"]
+    out: Annotated[Path, "folder to write; it must be empty or absent"]
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp8"], "fp8: e4m3 with a scale per 128 x 128 block"
+    ] = "bf16"
+    seed: Annotated[int, "the same seed gives the same weights"] = 0
+    layers: Annotated[int | None, "cut to this many layers; the last stays a mixture"] = None
+    experts: Annotated[int | None, "cut to this many routed experts"] = None
+    shard_mib: Annotated[int, "most MiB of one file, and about the memory needed"] = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    file: Annotated[Path, "log written by `whalepod serve --record FILE`"]
+
+
+def serve(engine: EngineConfig, gateway: GatewayConfig, options: ServeOptions) -> int:
+    """Serve a model behind an OpenAI-compatible API.
+
+    MODEL is a checkpoint folder in Hugging Face layout, a preset or a Hugging Face id; without
+    one the embedded model `tiny` is served. Each flag can also be set by an environment variable
+    (--max-model-len: WHALEPOD_MAX_MODEL_LEN) and by a key of the --config file; the command line
+    wins, then the environment, then the file. Numbers may be written 25.6k, 512M or 2G.
+    """
+    from whalepod.tools.serve import serve as run
+
+    return run(engine, gateway)
+
+
+def bench_serve(config: BenchServeConfig) -> int:
+    """Load a running OpenAI-compatible server and measure it.
+
+    Closed loop with --concurrency (a list runs one after the other), open loop with
+    --request-rate, or the arrivals of a --trace.
+    """
+    from whalepod.tools.bench.run import bench_serve as run
+
+    return run(config)
+
+
+def synth(config: SynthConfig) -> int:
+    """Write a checkpoint with random weights, to test and to measure with."""
+    from whalepod.tools.synth import main as run
+
+    return run(
+        config.shape,
+        config.out,
+        dtype=config.dtype,
+        seed=config.seed,
+        layers=config.layers,
+        experts=config.experts,
+        shard_mib=config.shard_mib,
+    )
+
+
+def doctor(config: DoctorConfig) -> int:
+    """Report what this machine can serve and what is missing; with MODEL, what fits."""
+    from whalepod.tools.doctor import doctor as run
+
+    return run(config)
+
+
+def chat(config: ChatConfig) -> int:
+    """Chat with a running server in the terminal.
+
+    /clear forgets the conversation, /exit leaves, Ctrl-C stops an answer.
+    """
+    from whalepod.tools.terminal import chat as run
+
+    return run(config)
+
+
+def complete(config: CompleteConfig) -> int:
+    """Print a running server's completion of PROMPT (read from stdin if it is `-`)."""
+    from whalepod.tools.terminal import complete as run
+
+    return run(config)
+
+
+def ps(config: PsConfig) -> int:
+    """List running servers: state, model, load, cache."""
+    from whalepod.tools.ps import ps as run
+
+    return run(config)
+
+
+def replay(config: ReplayConfig) -> int:
+    """Feed a recorded log to a fresh scheduler and report the first step that differs."""
+    from whalepod.scheduler.journal import replay as run
+
+    with config.file.open("rb") as journal:
+        difference = run(journal)
+    if difference is None:
+        print(f"{config.file}: every step is the same")
+        return 0
+    print(
+        f"{config.file}: step {difference.step}, frame {difference.frame}, {difference.call}: "
+        f"recorded {difference.recorded}, replayed {difference.replayed}"
+    )
+    return 1
+
+
+def make_app() -> App:
+    """Build the command tree. Imports no torch, no transformers, no web framework."""
+    app = App(
+        name="whalepod",
+        help="Serve DeepSeek-V3-style models behind an OpenAI-compatible API.\n\n"
+        "Start with: whalepod serve",
+        help_epilogue="`whalepod COMMAND --help` lists a command's flags; "
+        "--debug shows the traceback of an error.",
+        help_format="plaintext",
+        version=whalepod.__version__,
+        config=read_config_file,
+        result_action="return_value",
+    )
+    app["--help"].group = app["--version"].group = "Options"
+    add_command(
+        app,
+        serve,
+        EngineConfig,
+        GatewayConfig,
+        ServeOptions,
+        name="serve",
+        groups=GROUPS,
+        positional=("model",),
+    )
+    bench = App(name="bench", help="Measure a server.", help_format="plaintext")
+    app.command(bench)
+    add_command(
+        bench, bench_serve, BenchServeConfig, name="serve", groups=GROUPS, env_fields=CLIENT_ENV
+    )
+    add_command(app, chat, ChatConfig, name="chat", groups=GROUPS, env_fields=CLIENT_ENV)
+    add_command(
+        app,
+        complete,
+        CompleteConfig,
+        name="complete",
+        groups=GROUPS,
+        positional=("prompt",),
+        env_fields=CLIENT_ENV,
+    )
+    add_command(app, ps, PsConfig, name="ps", positional=("url",), env_fields=CLIENT_ENV)
+    add_command(app, doctor, DoctorConfig, name="doctor", positional=("model",), env_fields=())
+    add_command(app, synth, SynthConfig, name="synth", positional=("shape", "out"), env_fields=())
+    add_command(app, replay, ReplayConfig, name="replay", positional=("file",), env_fields=())
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    app = make_app()
+    try:
+        return app(words, exit_on_error=False, print_error=False) or 0
+    except (UsageError, CycloptsError) as error:
+        message, code = f"{_sentence(error)} (see `{_command(words)} --help`)", 2
+        cause: Exception = error
+    except (StartupError, ClientError, OSError, ValueError, RuntimeError) as error:
+        message, code, cause = _sentence(error), 1, error
+    except KeyboardInterrupt:
+        return 130
+    if debug:
+        raise cause
+    print(f"whalepod: {message}", file=sys.stderr)
+    return code
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, UnusedCliTokensError):
+        return f"unexpected argument {(error.unused_tokens or ['?'])[0]!r}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _command(words: Sequence[str]) -> str:
+    names = []
+    for word in words[:2]:
+        if word not in ("serve", "bench", "chat", "complete", "ps", "doctor", "synth", "replay"):
+            break
+        names.append(word)
+    return " ".join(["whalepod", *names])

@@ -1,0 +1,157 @@
+"""`whalepod serve`: an engine process, and the gateway in this one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import whalepod
+from whalepod.server.config import EngineConfig, GatewayConfig
+from whalepod.server.errors import StartupError
+
+if TYPE_CHECKING:
+    from whalepod.server.gateway.tokenizer import TextTokenizer
+    from whalepod.server.launch import EngineProcess
+    from whalepod.server.messages import EngineInfo
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    config: Annotated[Path | None, "TOML file whose keys are these flags' names"] = None
+
+
+def serve(engine: EngineConfig, gateway: GatewayConfig) -> int:
+    """Start both processes and serve until a signal. Raises StartupError, one sentence."""
+    from whalepod.models.source import SourceError, resolve_model
+    from whalepod.server.launch import EngineProcess
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the report below says it all
+    gateway = claim_port(gateway)
+    source = engine.source
+    _note(f"loading {source.model} ...")
+    try:
+        folder = resolve_model(
+            source.model, source.revision, with_weights=source.load_format != "dummy"
+        )
+    except SourceError as error:
+        raise StartupError(str(error)) from error
+    gateway = replace(
+        gateway, served_model_name=gateway.served_model_name or (model_name(source.model),)
+    )
+    # the gateway's imports and tokenizer take as long as a small model: load both at once
+    with ThreadPoolExecutor(1) as pool:
+        tokenizer = pool.submit(_load_tokenizer, folder, gateway.chat_template)
+        with EngineProcess(engine) as process:
+            print(start_report(gateway, process.info, tokenizer.result().has_chat_template))
+            _warn_if_open(gateway)
+            sys.stdout.flush()
+            _run_gateway(gateway, process, tokenizer.result(), folder)
+    return 0
+
+
+def claim_port(gateway: GatewayConfig) -> GatewayConfig:
+    """Fail now, not after minutes of loading, if the port is taken; settle what port 0 means."""
+    from whalepod.tools.machine import bind_port
+
+    try:
+        return replace(gateway, port=bind_port(gateway.host, gateway.port))
+    except OSError as error:
+        raise StartupError(
+            f"cannot listen on {gateway.host} port {gateway.port}: {error.strerror}; choose "
+            "another with --port or --host"
+        ) from error
+
+
+def model_name(model: str) -> str:
+    """Name a model in the API: a folder by its own name, anything else as it was asked for."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def start_report(gateway: GatewayConfig, info: EngineInfo, has_chat_template: bool) -> str:
+    """Say on one screen what is served, how much fits, and how to try it."""
+    name = gateway.served_model_name[0]
+    num_tokens = info.num_blocks * info.block_tokens
+    fitting = num_tokens / info.max_model_len
+    rows = {
+        "model": f"{name} ({info.model_type}), {info.dtype}, {_size(info.weights_bytes)}",
+        "kernels": info.kernels,
+        "KV cache": f"{info.num_blocks:,} blocks of {info.block_tokens} = {num_tokens:,} tokens, "
+        f"{_size(num_tokens * info.kv_bytes_per_token)}",
+        "at once": f"{info.max_num_seqs} requests; the cache holds {fitting:.1f} of "
+        f"{info.max_model_len:,} tokens",
+        "ready in": f"{info.load_seconds:.1f} s",
+        "url": f"{base_url(gateway)}  (docs at /docs)",
+    }
+    lines = [f"whalepod {whalepod.__version__}"]
+    lines += [f"  {title:<9} {text}" for title, text in rows.items()]
+    return "\n".join([*lines, "", "Try:", example(gateway, name, has_chat_template), ""])
+
+
+def example(gateway: GatewayConfig, name: str, has_chat_template: bool) -> str:
+    """A curl command to paste."""
+    route, question = "completions", {"prompt": "Hello", "max_tokens": 20}
+    if has_chat_template:
+        route, question = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
+    body = json.dumps({"model": name, **question})
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if gateway.api_key else ""
+    return (
+        f"  curl {base_url(gateway)}/v1/{route}{key} \\\n"
+        f"    -H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def base_url(gateway: GatewayConfig) -> str:
+    """The address to use on this machine."""
+    host = _ANY_ADDRESS.get(gateway.host, gateway.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{gateway.port}"
+
+
+def _load_tokenizer(folder: Path, chat_template: str | None) -> TextTokenizer:
+    import whalepod.server.gateway.run  # noqa: F401  (its imports take time, too)
+    from whalepod.server.gateway.tokenizer import TextTokenizer
+
+    return TextTokenizer.from_folder(folder, Path(chat_template) if chat_template else None)
+
+
+def _run_gateway(
+    gateway: GatewayConfig, process: EngineProcess, tokenizer: TextTokenizer, folder: Path
+) -> None:
+    import uvloop
+
+    from whalepod.server.gateway.run import serve as serve_http
+    from whalepod.server.gateway.tokenizer import read_default_params
+
+    async def run() -> None:
+        async with process.channel() as upstream:
+            await serve_http(
+                gateway, upstream, tokenizer, default_params=read_default_params(folder)
+            )
+
+    uvloop.run(run())
+
+
+def _warn_if_open(gateway: GatewayConfig) -> None:
+    if gateway.host not in _LOOPBACK and not gateway.api_key:
+        _note(
+            f"warning: anyone who reaches {gateway.host}:{gateway.port} may use this server; "
+            "pass --api-key KEY to ask for a key"
+        )
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _size(num_bytes: int) -> str:
+    return (
+        f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.1f} MiB"
+    )
