@@ -197,8 +197,32 @@ def test_what_is_no_whole_number_is_refused(text: str) -> None:
         parse_number(text)
 
 
-VLLM_FLAGS = ["model", "revision", "dtype", "load-format", "seed", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "enable-prefix-caching", "host", "port", "api-key", "served-model-name", "chat-template"]
-OUR_FLAGS = ["kernels", "device", "num-threads", "batch-invariant", "kv-cache-memory", "record", "enable-test-hooks", "max-num-queued-reqs"]
+VLLM_FLAGS = [
+    "model",
+    "revision",
+    "dtype",
+    "load-format",
+    "seed",
+    "max-model-len",
+    "max-num-seqs",
+    "max-num-batched-tokens",
+    "enable-prefix-caching",
+    "host",
+    "port",
+    "api-key",
+    "served-model-name",
+    "chat-template",
+]
+OUR_FLAGS = [
+    "kernels",
+    "device",
+    "num-threads",
+    "batch-invariant",
+    "kv-cache-memory",
+    "record",
+    "enable-test-hooks",
+    "max-num-queued-reqs",
+]
 
 
 def test_serve_keeps_its_flags_and_each_has_a_help_text() -> None:
