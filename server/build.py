@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import torch
 
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
 from whalepod.kernels.invariant import InvariantKernels
 from whalepod.kernels.reference import ReferenceKernels
@@ -39,6 +40,10 @@ from whalepod.server.messages import EngineInfo
 EMBEDDED_MODEL = "tiny"
 SHARE_OF_FREE_MEMORY = 0.5
 """What the cache may take of the memory that is free once the weights are loaded."""
+ANY_CHUNK = 2**31
+"""Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
+CANARY_POSITIONS = 2 * BLOCK_TOKENS
+"""The canary's text needs so many, however short the requests may be."""
 PROGRESS_S = 2.0
 """Seconds between two lines about the weights."""
 
@@ -124,7 +129,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     folder = resolve_model(source.model, source.revision, with_weights=not is_dummy)
     model_config = load_config(folder)
     dtype = _choose_dtype(source, model_config)
-    kernels = choose_kernels(config.device)
+    kernels = choose_kernels(config.device, dtype)
     weights: Weights
     if is_dummy:
         weights = DummyWeights(model_config, dtype=dtype, seed=source.seed)
@@ -134,7 +139,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model_config,
         weights,
         kernels,
-        max_positions=config.scheduler.max_model_len,
+        max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
     )
     if config.device.batch_invariant:
@@ -148,15 +153,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
 
 
-def choose_kernels(device: DeviceConfig) -> Kernels:
-    """Return the operations of the device; batch-invariant mode has its own."""
+def choose_kernels(device: DeviceConfig, dtype: torch.dtype) -> Kernels:
+    """Return the operations of the device, compiled; batch-invariant mode has its own."""
     if device.device != "cpu":
         raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
     if device.batch_invariant:
         return InvariantKernels()
-    if device.kernels == "cpu":
-        raise StartupError("kernels 'cpu' are not built yet: use --kernels reference")
-    return ReferenceKernels()
+    if device.kernels == "reference":
+        return ReferenceKernels()
+    kernels = CpuKernels(num_threads=device.num_threads or None)
+    kernels.warm_up(dtype, _compile_progress())
+    return kernels
 
 
 def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:
@@ -168,8 +175,8 @@ def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:
 
 
 def _absorbed_max_query_tokens(config: EngineConfig) -> int:
-    if config.device.batch_invariant:  # one way to attend, whatever the chunk
-        return config.scheduler.max_num_batched_tokens
+    if config.device.batch_invariant:
+        return ANY_CHUNK
     return config.device.absorbed_max_query_tokens
 
 
@@ -182,6 +189,17 @@ def _progress() -> Callable[[int, int], None]:
         if time.monotonic() - last > PROGRESS_S:
             last = time.monotonic()
             logger.info("weights: %d of %d MiB", num_read >> 20, num_bytes >> 20)
+
+    return report
+
+
+def _compile_progress() -> Callable[[int, int], None]:
+    """Return a reporter of compiled kernels that is silent when all came from the cache."""
+    started = time.monotonic()
+
+    def report(num_done: int, num_regions: int) -> None:
+        if time.monotonic() - started > PROGRESS_S:
+            logger.info("compiling kernels (once): %d of %d", num_done, num_regions)
 
     return report
 

@@ -210,7 +210,8 @@ def _attention_region(block):
             return
         _, num_keys = _count_keys(row // num_heads, query_start, context_lens, num_requests)
         first = row * num_chunks + first_key // CHUNK_TOKENS
-        first_o, first_stats = advance(partial_o, first * rank), advance(partial_stats, 2 * first)
+        first_o = advance(partial_o, first * rank)
+        first_stats = advance(partial_stats, 2 * first)
         for place in range(first + 1, row * num_chunks - (-num_keys // CHUNK_TOKENS)):
             chunk_o, chunk_stats = (
                 advance(partial_o, place * rank),

@@ -14,7 +14,7 @@ from whalepod.kernels.cpu.packed import PackedExperts, PackedHeads, PackedLinear
 from whalepod.kernels.cpu.regions import Region, Team
 from whalepod.kernels.interface import BLOCK_TOKENS, GateConfig
 
-REGIONS = (
+MODEL_REGIONS = (
     dense.LINEAR,
     dense.LINEAR_F32,
     dense.HEADS,
@@ -23,12 +23,14 @@ REGIONS = (
     elementwise.SWIGLU,
     elementwise.ROPE,
     elementwise.WRITE_LATENT,
-    elementwise.GUMBEL_NOISE,
-    gate.GATE,
     experts.EXPERTS,
     experts.COMBINE,
     attention.ATTENTION,
 )
+"""Compiled for the model dtype."""
+
+F32_REGIONS = (dense.LINEAR_F32, gate.GATE, elementwise.GUMBEL_NOISE)
+"""Compiled for f32 whatever the model dtype; the router of a bf16 model has f32 weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +54,9 @@ class CpuKernels:
 
     def warm_up(self, dtype: torch.dtype, progress: Callable[[int, int], None]) -> None:
         """Compile all regions for a model dtype; `progress(done, all)` is called along the way."""
-        self._team.compile(REGIONS, dtype, progress)
-        if dtype != torch.float32:  # the router of a bf16 model has f32 weights
-            self._team.compile((dense.LINEAR_F32,), torch.float32, lambda done, total: None)
+        regions = {(region, dtype): None for region in MODEL_REGIONS}
+        regions |= {(region, torch.float32): None for region in F32_REGIONS}
+        self._team.compile(list(regions), progress)
 
     def _run(self, region: Region, dtype: torch.dtype, num_items: int, *arguments: object) -> None:
         self._team.run(region, dtype, num_items, *arguments)
@@ -177,7 +179,8 @@ class CpuKernels:
         self._run(
             attention.ATTENTION, q_TNC.dtype, groups * max(num_chunks, 1), num_tokens,
             num_heads, width, latent_rank, num_requests, table_width, num_chunks, first_key,
-            q_TNC.data_ptr(), q_TNC.stride(0), q_TNC.stride(1), cache_PBC.data_ptr(), query_start_B1.data_ptr(),
+            q_TNC.data_ptr(), q_TNC.stride(0), q_TNC.stride(1), cache_PBC.data_ptr(),
+            query_start_B1.data_ptr(),
             context_lens_B.data_ptr(), block_tables_BM.data_ptr(), out_TNR.data_ptr(),
             lse_TN.data_ptr(), scratch, stats, scratch + partial, softmax_scale,
         )  # fmt: skip

@@ -9,14 +9,16 @@ from whalepod.kernels.cpu.simd import (
     advance,
     dot_block,
     f32_pointer,
+    keep_apart,
     mix_block,
     num_lanes,
     pointer_like,
-    skip_rows,
 )
 
 _WIDE = num_lanes() == 16
 """Whether there are 32 vector registers of 16 lanes; with fewer, blocks of 4 x 4 would spill."""
+
+_DOT_ROWS = 4 if _WIDE else 2
 
 
 @njit
@@ -25,57 +27,38 @@ def dot_rows(x, row_ids, x_stride, num_rows, w, w_stride, num_columns, length, o
 
     `row_ids` is a pointer to int64, or None for rows 0, 1, ...
     """
+    keep_apart()
     c = 0
     if num_rows == 1 and _WIDE:
         while c + 8 <= num_columns:
-            columns = advance(w, c * w_stride)
-            target = advance(out, c)
-            dot_block(1, 8, x, row_ids, x_stride, columns, w_stride, length, target, out_stride)
+            columns, to = advance(w, c * w_stride), advance(out, c)
+            dot_block(1, 8, 0, x, row_ids, x_stride, columns, w_stride, length, to, out_stride)
             c += 8
     while c + 4 <= num_columns:
-        columns = advance(w, c * w_stride)
-        target = advance(out, c)
-        _dot_4(x, row_ids, x_stride, num_rows, columns, w_stride, length, target, out_stride)
+        columns, to = advance(w, c * w_stride), advance(out, c)
+        r = 0
+        while r + _DOT_ROWS <= num_rows:
+            dot_block(
+                _DOT_ROWS, 4, r, x, row_ids, x_stride, columns, w_stride, length, to, out_stride
+            )
+            r += _DOT_ROWS
+        if r + 2 <= num_rows:
+            dot_block(2, 4, r, x, row_ids, x_stride, columns, w_stride, length, to, out_stride)
+            r += 2
+        if r < num_rows:
+            dot_block(1, 4, r, x, row_ids, x_stride, columns, w_stride, length, to, out_stride)
         c += 4
     while c < num_columns:
-        columns = advance(w, c * w_stride)
+        columns, to = advance(w, c * w_stride), advance(out, c)
         for r in range(num_rows):
-            row = skip_rows(x, row_ids, r * x_stride)
-            target = advance(out, r * out_stride + c)
-            ids = advance(row_ids, r)
-            dot_block(1, 1, row, ids, x_stride, columns, w_stride, length, target, out_stride)
+            dot_block(1, 1, r, x, row_ids, x_stride, columns, w_stride, length, to, out_stride)
         c += 1
-
-
-@njit
-def _dot_4(x, row_ids, x_stride, num_rows, w, w_stride, length, out, out_stride):
-    """Compute four columns of `dot_rows`."""
-    r = 0
-    if _WIDE:
-        while r + 4 <= num_rows:
-            row, target = skip_rows(x, row_ids, r * x_stride), advance(out, r * out_stride)
-            ids = advance(row_ids, r)
-            dot_block(4, 4, row, ids, x_stride, w, w_stride, length, target, out_stride)
-            r += 4
-        if r + 3 == num_rows:
-            row, target = skip_rows(x, row_ids, r * x_stride), advance(out, r * out_stride)
-            ids = advance(row_ids, r)
-            dot_block(3, 4, row, ids, x_stride, w, w_stride, length, target, out_stride)
-            return
-    while r + 2 <= num_rows:
-        row, target = skip_rows(x, row_ids, r * x_stride), advance(out, r * out_stride)
-        ids = advance(row_ids, r)
-        dot_block(2, 4, row, ids, x_stride, w, w_stride, length, target, out_stride)
-        r += 2
-    if r < num_rows:
-        row, target = skip_rows(x, row_ids, r * x_stride), advance(out, r * out_stride)
-        ids = advance(row_ids, r)
-        dot_block(1, 4, row, ids, x_stride, w, w_stride, length, target, out_stride)
 
 
 @njit
 def mix_rows(p, p_stride, num_rows, v, v_stride, length, num_columns, out, out_stride, add):
     """Set (or add to) out[r, c] the sum_t p[r, t] v[t, c]; see `mix_block`."""
+    keep_apart()
     r = 0
     if _WIDE:
         while r + 8 <= num_rows:

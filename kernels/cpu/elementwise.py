@@ -117,7 +117,7 @@ def _rope_region(block):
 
 
 def _write_latent_region(block):
-    """Arguments: T, R, D, kv, its row stride, norm weight, positions, cos_sin, slots, cache, eps."""
+    """Arguments: T, R, D, kv, its row stride, weight, positions, cos_sin, slots, cache, eps."""
     num_tokens, rank, width = argument(block, 0), argument(block, 1), argument(block, 2)
     kv, stride = pointer_like(block, argument(block, 3)), argument(block, 4)
     weight, positions = pointer_like(block, argument(block, 5)), i64_pointer(argument(block, 6))
@@ -157,7 +157,7 @@ def _gumbel_region(block):
         start += np.uint64(load(positions, row)) * np.uint64(0xC2B2AE3D27D4EB4F)
         for token in range(first, min(first + TOKENS_PER_ITEM, num_tokens)):
             mixed = _splitmix64(start + np.uint64(token) * np.uint64(0x165667B19E3779F9))
-            u = (np.float64(np.int64(mixed >> np.uint64(11))) + 0.5) * 2.0**-53
+            u = (np.float64(np.int64(mixed >> np.uint64(12))) + 0.5) * 2.0**-52
             store(out, row * num_tokens + token, np.float32(-math.log(-math.log(u))))
 
 

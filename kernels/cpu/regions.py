@@ -17,7 +17,7 @@ import ctypes
 import hashlib
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
-from numba.extending import intrinsic
 
 from whalepod.kernels.cpu import simd
+from whalepod.kernels.cpu.simd import intrinsic
 
 _NUM_STAGES = 4
 _HEADER = 2 * _NUM_STAGES
@@ -84,14 +84,15 @@ class Team:
         self._compiled: dict[tuple[Region, torch.dtype], _Compiled] = {}
 
     def compile(
-        self, regions: Iterable[Region], dtype: torch.dtype, progress: Callable[[int, int], None]
+        self,
+        regions: Sequence[tuple[Region, torch.dtype]],
+        progress: Callable[[int, int], None],
     ) -> None:
         """Compile regions, or load them from numba's cache; tell how many are done, and of all."""
-        todo = list(regions)
-        for index, region in enumerate(todo):
-            progress(index, len(todo))
+        for index, (region, dtype) in enumerate(regions):
+            progress(index, len(regions))
             self._get(region, dtype)
-        progress(len(todo), len(todo))
+        progress(len(regions), len(regions))
 
     def run(self, region: Region, dtype: torch.dtype, num_items: int, *arguments: Any) -> None:
         """Call a region on as many threads as there are items, at the most all of the team."""
@@ -112,11 +113,11 @@ class Team:
         return compiled
 
 
-class _RegionFunction(CFunc):  # type: ignore[misc]
+class _RegionFunction(CFunc):
     """A C callback with the cache above."""
 
     def enable_caching(self) -> None:
-        self._cache = _SourceCache(self._pyfunc)
+        self._cache = _SourceCache(self.__wrapped__)
 
 
 class _Compiled:
@@ -129,8 +130,9 @@ class _Compiled:
         function.enable_caching()
         function.compile()
         self.function = function  # owns the machine code
+        assert function.address is not None
         self.address: int = function.address
-        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.address)
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         self.layout = struct.Struct(f"={8 * _HEADER}x{region.arguments}")
 
 

@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import extending, njit, types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic
+
+intrinsic: Any = extending.intrinsic
+"""Untyped: the checker would see the typing context among the arguments of a call."""
 
 BF16_POINTER = types.CPointer(types.uint16)
 F32_POINTER = types.CPointer(types.float32)
@@ -31,7 +33,7 @@ _I1, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
 _F32 = ir.FloatType()
 
 
-class _BFloatType(ir.types._BaseFloatType):
+class _BFloatType(ir.types._BaseFloatType):  # type: ignore[misc]
     """LLVM's `bfloat`, which llvmlite lacks; only the operands of `vdpbf16ps` have this type."""
 
     null = "0.0"
@@ -128,22 +130,23 @@ def store(typingctx, pointer, index, value):
 
 @intrinsic
 def advance(typingctx, pointer, count):
-    """Return the pointer to `pointer[count]`; None stays None."""
+    """Return the pointer to `pointer[count]`."""
 
     def codegen(context, builder, signature, args):
-        return _offset(builder, args[0], args[1]) if pointer != types.none else args[0]
+        return _offset(builder, args[0], args[1])
 
     return pointer(pointer, types.int64), codegen
 
 
 @intrinsic
-def skip_rows(typingctx, pointer, row_ids, count):
-    """Return the pointer to `pointer[count]` if rows are counted, `pointer` if they are listed."""
+def keep_apart(typingctx):
+    """Forbid that LLVM copies the calling function into its callers: compile time would explode."""
 
     def codegen(context, builder, signature, args):
-        return _offset(builder, args[0], args[2]) if row_ids == types.none else args[0]
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
 
-    return pointer(pointer, row_ids, types.int64), codegen
+    return types.void(), codegen
 
 
 def _pointer_from_address(kind: types.Type) -> Callable[..., Any]:
@@ -332,13 +335,14 @@ class _Dot:
 
 @intrinsic(prefer_literal=True)
 def dot_block(
-    typingctx, num_rows, num_columns, x, row_ids, x_stride, w, w_stride, length, out, out_stride
-):
-    """Set out[r, c] = sum_k x[row_ids[r], k] w[c, k] for a block of rows and columns.
+    typingctx, num_rows, num_columns, first_row, x, row_ids, x_stride, w, w_stride, length, out,
+    out_stride,
+):  # fmt: skip
+    """Set out[r, c] = sum_k x[row_ids[r], k] w[c, k] for rows r from `first_row` on, columns c.
 
     num_rows, num_columns  literal ints; columns a power of two
     x, w                   pointers to bfloat16 or f32, the same type; strides in elements
-    row_ids                pointer to int64, or None for rows 0, 1, ...
+    row_ids                pointer to int64, or None: row r of x
     out                    pointer to f32 or bfloat16
     """
     rows, columns = num_rows.literal_value, num_columns.literal_value
@@ -346,28 +350,28 @@ def dot_block(
     has_ids = row_ids == I64_POINTER
 
     def codegen(context, builder, signature, args):
-        _, _, x_ptr, ids_ptr, x_step, w_ptr, w_step, length_value, out_ptr, out_step = args
-        row_indices = [
-            builder.load(_offset(builder, ids_ptr, _I64(r))) if has_ids else _I64(r)
-            for r in range(rows)
-        ]
-        x_rows = [_offset(builder, x_ptr, builder.mul(r, x_step)) for r in row_indices]
+        _, _, first, x_ptr, ids_ptr, x_step, w_ptr, w_step, length_value, out_ptr, out_step = args
+        indices = [builder.add(first, _I64(r)) for r in range(rows)]
+        sources = indices
+        if has_ids:
+            sources = [builder.load(_offset(builder, ids_ptr, index)) for index in indices]
+        x_rows = [_offset(builder, x_ptr, builder.mul(row, x_step)) for row in sources]
         w_rows = [_offset(builder, w_ptr, builder.mul(_I64(c), w_step)) for c in range(columns)]
         slots = [
             [cgutils.alloca_once_value(builder, ir.Constant(dot.sums, None)) for _ in w_rows]
             for _ in x_rows
         ]
         _emit_dot_loop(builder, dot, x_rows, w_rows, slots, length_value)
-        for r, row_slots in enumerate(slots):
+        for index, row_slots in zip(indices, slots, strict=True):
             sums = _sum_lanes(builder, [builder.load(slot) for slot in row_slots])
             value = _narrow(builder, sums) if _is_bf16(out) else sums
-            target = _offset(builder, out_ptr, builder.mul(_I64(r), out_step))
+            target = _offset(builder, out_ptr, builder.mul(index, out_step))
             _store_vector(builder, value, target, None)
         return context.get_dummy_value()
 
     signature = types.void(
-        num_rows, num_columns, x, row_ids, types.int64, w, types.int64, types.int64, out,
-        types.int64,
+        num_rows, num_columns, types.int64, x, row_ids, types.int64, w, types.int64, types.int64,
+        out, types.int64,
     )  # fmt: skip
     return signature, codegen
 

@@ -12,7 +12,7 @@ from whalepod.models.source import resolve_model
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.build import build_engine
-from whalepod.server.config import EngineConfig, ModelSource
+from whalepod.server.config import EngineConfig
 from whalepod.server.errors import RequestRejected
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Abort, Rejected, SequenceOutput, Submit
@@ -83,7 +83,7 @@ class Engine:
         A failed answer has finish_reason "error". Raises RequestRejected, and runs none to its
         end, when a prompt is too long or a parameter does not fit the model.
         """
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else [*prompts]
         submits = [
             self._new_submit(prompt, one)
             for prompt, one in zip(listed, _params_of_each(params, len(listed)), strict=True)
@@ -145,14 +145,15 @@ def _params_of_each(
 
 def _new_config(model: str, options: dict[str, Any]) -> EngineConfig:
     """Put each option into the part of the configuration that has a field of its name."""
-    config, rest = EngineConfig(source=ModelSource(model=model)), dict(options)
+    rest = {"model": model, **options}
+    changes: dict[str, Any] = {}
     for part in fields(EngineConfig):
-        value = getattr(config, part.name)
-        if is_dataclass(value) and not isinstance(value, type):
-            known = {f.name: rest.pop(f.name) for f in fields(value) if f.name in rest}
-            config = replace(config, **{part.name: replace(value, **known)})
+        default = getattr(EngineConfig(), part.name)
+        if is_dataclass(default) and not isinstance(default, type):
+            known = {f.name: rest.pop(f.name) for f in fields(default) if f.name in rest}
+            changes[part.name] = replace(default, **known)
         elif part.name in rest:
-            config = replace(config, **{part.name: rest.pop(part.name)})
+            changes[part.name] = rest.pop(part.name)
     if rest:
         raise TypeError(f"unknown options of Engine: {', '.join(sorted(rest))}")
-    return config
+    return EngineConfig(**changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.journal import replay
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.engine.local import Engine, Generation
+from whalepod.server.engine.script_text import load_encode
 from whalepod.server.errors import RequestRejected, StartupError
+from whalepod.server.gateway.tokenizer import TextTokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3, frequency_penalty=0.2)
@@ -62,7 +65,8 @@ def test_ids_and_logprobs_are_bit_equal_in_any_company(
 
 
 def test_preemption_changes_no_bit(nano: str, alone: list[list[Generation]]) -> None:
-    block_bytes = 3 * 64 * (Engine(nano, **OPTIONS)._core.info.kv_bytes_per_token // 3)
+    with Engine(nano, **OPTIONS) as engine:
+        block_bytes = 64 * engine._core.info.kv_bytes_per_token
     with Engine(nano, **OPTIONS, kv_cache_memory_bytes=5 * block_bytes) as engine:
         longer = replace(SAMPLED, max_tokens=100)
         together = engine.generate([PROMPTS[0], PROMPTS[1], PROMPTS[0][::-1]], longer)
@@ -134,14 +138,11 @@ def test_params_must_match_the_prompts(engine: Engine) -> None:
 
 
 def test_hooks_encode_markers_whole_and_lone_bytes(nano: str) -> None:
-    from whalepod.server.engine.script_text import load_encode
-    from whalepod.server.gateway.tokenizer import TextTokenizer
-
     encode, tokenizer = load_encode(Path(nano)), TextTokenizer.from_folder(Path(nano))
-    marker = tokenizer.transformers.eos_token
-    assert isinstance(marker, str)
+    added = json.loads((Path(nano) / "tokenizer.json").read_text())["added_tokens"][0]
+    marker = added["content"]
 
-    assert list(encode(marker)) == [tokenizer.transformers.eos_token_id]
+    assert list(encode(marker)) == [added["id"]]
     assert len(encode(marker[:-1])) > 1
     halves = [*encode("a\udcf0\udc9f"), *encode("\udc98\udc80b")]
     assert tokenizer.decode(halves) == "a\N{GRINNING FACE}b"

@@ -102,6 +102,8 @@ class OracleWeights:
         self._tensors: dict[str, Tensor] = {}
         for name, tensor in oracle.state_dict().items():
             self._add(name, tensor)
+        if oracle.config.tie_word_embeddings:
+            del self._tensors["lm_head.weight"]
         self._left = set(self._tensors)
 
     def _add(self, name: str, tensor: Tensor) -> None:
