@@ -48,7 +48,7 @@ class RunnerSequence:
         return self.state.params
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rows:
     """Which rows of the hidden states a plan row owns, and which of them yield a token."""
 
@@ -175,7 +175,7 @@ class Runner:
         return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Choice:
     """The token chosen at one position, and where its logits are."""
 

@@ -15,27 +15,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whalepod.kernels.interface import Kernels
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.engine.sampling_state import SamplingState
 
-NUCLEUS_CANDIDATES = 256
-"""Top-p sorts so many tokens first; rows whose nucleus is larger are sorted in full."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """One token to choose: `position` is its index in the sequence's whole text."""
 
     state: SamplingState
     position: int
-
-    @property
-    def is_plain(self) -> bool:
-        """The likeliest token of the untouched logits."""
-        return self.state.is_greedy and not self.state.changes_logits(self.position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +49,8 @@ class Sampler:
 
     def sample(self, logits_BV: Tensor, wanted: Sequence[Wanted]) -> Samples:
         """Choose one token per row of f32 `[B, V]`, which is not changed."""
-        peaks_B, ids_B = logits_BV.max(dim=-1)  # the first of equal ones, as argmax
-        ids, peaks = ids_B.tolist(), peaks_B.tolist()
-        shaped = [row for row, want in enumerate(wanted) if not want.is_plain]
+        ids, peaks = _argmax(logits_BV)
+        shaped = [row for row, w in enumerate(wanted) if w.position < w.state.plain_from]
         if shaped:
             chosen = self._choose(logits_BV[shaped], [wanted[row] for row in shaped])
             for row, token_id in zip(shaped, chosen, strict=True):
@@ -72,7 +64,7 @@ class Sampler:
     def _choose(self, logits_BV: Tensor, wanted: list[Wanted]) -> list[int]:
         """Choose for rows that are random or edited; `logits_BV` is theirs to change."""
         _edit(logits_BV, wanted)
-        chosen_B = logits_BV.argmax(dim=-1)
+        chosen, _ = _argmax(logits_BV)
         rows = [row for row, want in enumerate(wanted) if not want.state.is_greedy]
         if rows:
             states = [wanted[row].state for row in rows]
@@ -83,9 +75,19 @@ class Sampler:
                 torch.tensor(positions),
                 x_BV.shape[1],
             )
-            chosen_B[rows] = x_BV.argmax(dim=-1)
-        token_ids: list[int] = chosen_B.tolist()
-        return token_ids
+            for row, token_id in zip(rows, _argmax(x_BV)[0], strict=True):
+                chosen[row] = token_id
+        return chosen
+
+
+def _argmax(x_BV: Tensor) -> tuple[list[int], list[float]]:
+    """Return the first largest entry of each row, and its value; a NaN counts as the largest.
+
+    (numpy's is ten times as fast as torch's on a CPU.)
+    """
+    x = x_BV.numpy()
+    ids = x.argmax(axis=-1)
+    return ids.tolist(), x[np.arange(len(x)), ids].tolist()
 
 
 # -- edits of the logits ------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def _penalise(logits_BV: Tensor, rows: list[int], states: list[SamplingState]) -
 
 
 def _flat_index(
-    ids_of_rows: Sequence[np.ndarray], rows: Sequence[int] | None = None
+    ids_of_rows: Sequence[NDArray[np.int64]], rows: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the (row, token) index of a ragged list of token ids, one array per row."""
     numbers = np.arange(len(ids_of_rows)) if rows is None else np.array(rows)
@@ -146,7 +148,10 @@ def restrict(logits_BV: Tensor, states: Sequence[SamplingState]) -> Tensor:
     if rows := [i for i, s in enumerate(states) if 0 < s.params.top_k < vocab_size]:
         x_BV[rows] = _top_k(x_BV[rows], [states[i].params.top_k for i in rows])
     if rows := [i for i, s in enumerate(states) if s.params.top_p < 1.0]:
-        x_BV[rows] = _top_p(x_BV[rows], [states[i].params.top_p for i in rows])
+        logprobs_BV = x_BV[rows].log_softmax(dim=-1)
+        for row, logprobs_V in zip(rows, logprobs_BV, strict=True):
+            limit = _smallest_of_nucleus(logprobs_V.numpy(), states[row].params.top_p)
+            x_BV[row, logprobs_V < limit] = -torch.inf
     return x_BV
 
 
@@ -163,28 +168,17 @@ def _top_k(x_BV: Tensor, top_ks: list[int]) -> Tensor:
     return _cut_below(x_BV, largest.gather(1, torch.tensor(top_ks)[:, None] - 1)[:, 0])
 
 
-def _top_p(x_BV: Tensor, top_ps: list[float]) -> Tensor:
-    """Keep the likeliest tokens until their probabilities reach top-p, at least one."""
-    logprobs_BV = x_BV.log_softmax(dim=-1)
-    top_p_B = torch.tensor(top_ps, dtype=torch.float64)
-    vocab_size = x_BV.shape[1]
-    num_candidates = min(NUCLEUS_CANDIDATES, vocab_size)
-    limit_B, mass_B = _nucleus(logprobs_BV, top_p_B, num_candidates)
-    large = (mass_B < top_p_B).nonzero()[:, 0]
-    if num_candidates < vocab_size and large.numel():
-        limit_B[large], _ = _nucleus(logprobs_BV[large], top_p_B[large], vocab_size)
-    return x_BV.masked_fill_(logprobs_BV < limit_B[:, None], -torch.inf)
+def _smallest_of_nucleus(logprobs_V: NDArray[np.float32], top_p: float) -> float:
+    """Return the smallest of the likeliest tokens whose probabilities reach top-p, at least one.
 
-
-def _nucleus(logprobs_BV: Tensor, top_p_B: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest log-probability kept and the mass of the candidates, per row.
-
-    Sums run in f64 and in order of size, so they do not depend on the number of candidates.
+    Only candidates are sorted: all tokens below (1 - top-p) / 2V together lack half of what is
+    left out, so none of them is in the nucleus.
     """
-    values_BK = logprobs_BV.topk(num_candidates, dim=-1).values
-    mass_BK = values_BK.double().exp().cumsum(dim=-1)
-    last_B = (mass_BK < top_p_B[:, None]).sum(dim=-1).clamp_max(num_candidates - 1)
-    return values_BK.gather(1, last_B[:, None])[:, 0], mass_BK[:, -1]
+    floor = math.log((1.0 - top_p) / 2 / len(logprobs_V))
+    candidates = np.sort(logprobs_V[logprobs_V >= floor])[::-1]
+    mass = np.cumsum(np.exp(candidates.astype(np.float64)))
+    last = int(np.searchsorted(mass, top_p))
+    return float(candidates[min(last, len(candidates) - 1)])
 
 
 # -- log-probabilities --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -20,8 +21,8 @@ class SamplingState:
     """
 
     __slots__ = (
-        "_counts", "bias_ids", "bias_values", "is_greedy", "num_prompt_tokens", "params",
-        "prompt_token_ids", "seed", "stop_token_ids",
+        "_counts", "bias_ids", "bias_values", "has_penalties", "is_greedy", "num_prompt_tokens",
+        "params", "plain_from", "prompt_token_ids", "seed", "stop_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -39,24 +40,23 @@ class SamplingState:
         self.is_greedy = params.temperature < SMALLEST_TEMPERATURE
         self.bias_ids = np.array(list(params.logit_bias.keys()), dtype=np.int64)
         self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
-        self._counts: TokenCounts | None = None
-
-    @property
-    def has_penalties(self) -> bool:
-        params = self.params
-        return (
+        self.has_penalties = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
         )
+        self.plain_from = self._plain_from()
+        self._counts: TokenCounts | None = None
+
+    def _plain_from(self) -> float:
+        """Return the first position whose token is simply the likeliest of the model's logits."""
+        if not self.is_greedy or self.has_penalties or len(self.bias_ids):
+            return math.inf
+        return self.num_prompt_tokens + self.params.min_tokens
 
     def masks_stops(self, position: int) -> bool:
         """Say whether `min_tokens` still keeps the text from ending at `position`."""
         return position - self.num_prompt_tokens < self.params.min_tokens
-
-    def changes_logits(self, position: int) -> bool:
-        """Say whether the model's logits at `position` are edited before the choice."""
-        return bool(len(self.bias_ids)) or self.has_penalties or self.masks_stops(position)
 
     def observe(self, start: int, token_ids: Sequence[int]) -> None:
         """Count the tokens of a row that starts at position `start`, each position once.

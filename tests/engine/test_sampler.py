@@ -15,7 +15,6 @@ from tests.engine import plain_sampler
 from tests.engine.fakes import NoiseKernels
 from tests.engine.noise import gumbel
 from whalepod.scheduler.params import SamplingParams
-from whalepod.server.engine import sampler as sampler_module
 from whalepod.server.engine.sampler import Sampler, Wanted, logprobs, restrict
 from whalepod.server.engine.sampling_state import SamplingState, as_int64, seed_of_branch
 
@@ -74,16 +73,18 @@ def test_a_mixed_batch_equals_the_plain_twin_row_by_row(case: int) -> None:
         assert (samples.logprobs[row] is None) == (want.state.params.logprobs is None)
 
 
-@pytest.mark.parametrize("top_p", [0.1, 0.6, 0.97])
-def test_a_nucleus_larger_than_the_candidates_is_found_all_the_same(
-    top_p: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.97, 0.999])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 20.0])
+def test_the_nucleus_of_a_large_vocabulary_is_that_of_the_whole_sort(
+    top_p: float, spread: float
 ) -> None:
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
-    states = [SamplingState(SamplingParams(top_p=top_p), [1], 0) for _ in range(3)]
-    whole = restrict(logits.clone(), states)
-    monkeypatch.setattr(sampler_module, "NUCLEUS_CANDIDATES", 4)
+    logits = np.random.default_rng(1).normal(size=5000).astype(np.float32) * spread
+    params = SamplingParams(top_p=top_p)
 
-    assert torch.equal(restrict(logits.clone(), states), whole)
+    kept = restrict(torch.from_numpy(logits)[None].clone(), [SamplingState(params, [1], 0)])
+
+    expected = plain_sampler.restricted(logits, params)
+    assert np.array_equal(np.isfinite(kept[0].numpy()), np.isfinite(expected))
 
 
 @pytest.mark.parametrize(
