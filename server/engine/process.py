@@ -34,17 +34,18 @@ logger = logging.getLogger(__name__)
 def serve(core: EngineCore, server: EngineServer, should_stop: Callable[[], bool]) -> None:
     """Run the loop until a Shutdown comes or `should_stop`: receive, step, send.
 
-    Without work it sleeps until a message wakes it, and checks itself while it does.
+    When nothing can run it sleeps until a message wakes it, and checks itself while it does.
     """
-    has_rested = False
+    is_idle, has_rested = True, False
     while not core.is_stopping and not should_stop():
-        messages = server.receive(wait=not core.has_work)
-        if not messages and not core.has_work and not has_rested:
+        messages = server.receive(wait=is_idle)
+        if is_idle and not messages and not has_rested:
             core.rest()
             has_rested = True
         for reply in core.receive(messages):
             server.send(reply)
         outputs = core.step()
+        is_idle = outputs is None
         if outputs is not None:
             has_rested = False
             server.send(outputs)
