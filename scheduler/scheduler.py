@@ -36,6 +36,7 @@ class Scheduler:
 
         Raises ValueError when there is no block.
         """
+        assert config.max_model_len > 0, "max_model_len is settled by whoever loads the model"
         self.config = config
         self.block_tokens = block_tokens
         self.eos_token_ids = eos_token_ids

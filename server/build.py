@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,6 +40,8 @@ from whalepod.server.messages import EngineInfo
 EMBEDDED_MODEL = "tiny"
 SHARE_OF_FREE_MEMORY = 0.5
 """What the cache may take of the memory that is free once the weights are loaded."""
+DEFAULT_CACHE_BYTES = 4 << 30
+"""The most that it takes unasked; pages count only once they are written."""
 ANY_CHUNK = 2**31
 """Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
 CANARY_POSITIONS = 2 * BLOCK_TOKENS
@@ -68,8 +70,8 @@ def _build_engine(config: EngineConfig) -> EngineCore:
     if config.device.num_threads:
         torch.set_num_threads(config.device.num_threads)
     loaded = load_model(config)
+    config = loaded.engine_config
     model_config, limits = loaded.config, config.scheduler
-    _check_length(limits, model_config)
     cache = _new_cache(config, loaded)
     num_blocks = cache.rows_LPBC.shape[1]
     eos_token_ids = _eos_token_ids(loaded)
@@ -118,6 +120,8 @@ class LoadedModel:
 
     model: DeepseekV3
     config: ModelConfig
+    engine_config: EngineConfig
+    """What was asked for, with the model's own limits in place of zeros."""
     kernels: Kernels
     folder: Path
     weights_bytes: int
@@ -128,6 +132,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     source, is_dummy = config.source, config.source.load_format == "dummy"
     folder = resolve_model(source.model, source.revision, with_weights=not is_dummy)
     model_config = load_config(folder)
+    config = replace(config, scheduler=settle_length(config.scheduler, model_config))
     dtype = _choose_dtype(source, model_config)
     kernels = choose_kernels(config.device, dtype)
     weights: Weights
@@ -147,6 +152,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return LoadedModel(
         model=model,
         config=model_config,
+        engine_config=config,
         kernels=kernels,
         folder=folder,
         weights_bytes=weights.bytes_read,
@@ -220,12 +226,16 @@ def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
 # -- memory -------------------------------------------------------------------------------------
 
 
-def _check_length(limits: SchedulerConfig, config: ModelConfig) -> None:
+def settle_length(limits: SchedulerConfig, config: ModelConfig) -> SchedulerConfig:
+    """Return the limits with the model's own length where none was given."""
+    if not limits.max_model_len:
+        return replace(limits, max_model_len=config.max_position_embeddings)
     if limits.max_model_len > config.max_position_embeddings:
         raise StartupError(
             f"max_model_len ({limits.max_model_len}) is over the model's "
             f"max_position_embeddings ({config.max_position_embeddings}): lower --max-model-len"
         )
+    return limits
 
 
 def _new_cache(config: EngineConfig, loaded: LoadedModel) -> LatentCache:
@@ -248,7 +258,7 @@ def count_blocks(config: EngineConfig, *, block_bytes: int) -> int:
     """
     limits, given_bytes = config.scheduler, config.device.kv_cache_memory_bytes
     num_usable = limits.max_num_seqs * -(-limits.max_model_len // BLOCK_TOKENS)
-    free_bytes = int(available_memory_bytes() * SHARE_OF_FREE_MEMORY)
+    free_bytes = min(int(available_memory_bytes() * SHARE_OF_FREE_MEMORY), DEFAULT_CACHE_BYTES)
     num_blocks = given_bytes // block_bytes if given_bytes else free_bytes // block_bytes
     if num_blocks < 1:
         raise StartupError(
