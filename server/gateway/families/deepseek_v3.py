@@ -1,0 +1,26 @@
+"""DeepSeek V3: answers without thinking; calls with their arguments in a JSON code fence."""
+
+from __future__ import annotations
+
+from whalepod.server.gateway.families.deepseek_markup import (
+    THINK_END,
+    TOOL_MARKERS,
+    DeepseekParser,
+    start_of,
+)
+from whalepod.server.gateway.families.interface import Family, Parser, ParserOptions
+
+
+def _new_parser(options: ParserOptions) -> Parser:
+    return DeepseekParser(options, reasons=False, trims_reasoning=False)
+
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    reasoning_parser_names=frozenset(),
+    tool_call_parser_names=frozenset({"deepseek_v3"}),
+    markers=TOOL_MARKERS,
+    recognises=lambda template: "<｜Assistant｜>" in template and THINK_END not in template,
+    start=start_of,
+    new_parser=_new_parser,
+)
