@@ -62,6 +62,8 @@ class GatewayConfig:
     api_key: Annotated[tuple[str, ...], "accepted keys; none: no key is asked for"] = ()
     served_model_name: Annotated[tuple[str, ...], "names that requests may use"] = ()
     chat_template: Annotated[str | None, "file that replaces the checkpoint's template"] = None
+    reasoning_parser: Annotated[str, "auto: what the chat template's model family needs"] = "auto"
+    tool_call_parser: Annotated[str, "auto: what the chat template's model family needs"] = "auto"
     max_body_bytes: Annotated[int, "largest accepted request body"] = 4 * 1024 * 1024
     ready_timeout_s: Annotated[float, "deadline for the engine to answer /ready"] = 5.0
     enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False

@@ -13,6 +13,7 @@ import whalepod
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.api_errors import ApiError
 from whalepod.server.gateway.encoder import AnswerHeader
+from whalepod.server.gateway.families.registry import choose_family
 from whalepod.server.gateway.limits import MAX_PENDING_TOKENIZATIONS, NUM_TOKENIZER_THREADS
 from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.gateway.offload import Offload
@@ -36,8 +37,13 @@ class Gateway:
         self.tokenizer = tokenizer
         self.metrics = Metrics(lambda: upstream.stats)
         self.offload = Offload(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
+        family = choose_family(
+            tokenizer.chat_template,
+            reasoning_parser=config.reasoning_parser,
+            tool_call_parser=config.tool_call_parser,
+        )
         self.preparation = Preparation(
-            upstream.info, tokenizer, default_params, config.enable_test_hooks
+            upstream.info, tokenizer, default_params, config.enable_test_hooks, family
         )
         self.model_names: Sequence[str] = config.served_model_name or (upstream.info.model_type,)
         self.created = int(time.time())

@@ -149,6 +149,8 @@ class Message(Schema):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: ShortText | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_NUM_MESSAGES)]
@@ -161,6 +163,9 @@ class TemplateFields(Schema):
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: bool | dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     add_generation_prompt: bool | None = None
 
 
@@ -174,6 +179,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
 
 
