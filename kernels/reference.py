@@ -175,8 +175,8 @@ def gather_rows(cache_PBC: Tensor, blocks_M: Tensor, num_tokens: int) -> Tensor:
     """
     block_tokens = cache_PBC.shape[1]
     positions = torch.arange(num_tokens, device=cache_PBC.device)
-    blocks = blocks_M[: -(-num_tokens // block_tokens)].long()
-    return cache_PBC[blocks[positions // block_tokens], positions % block_tokens]
+    blocks = blocks_M[positions // block_tokens].long()
+    return cache_PBC[blocks, positions % block_tokens]
 
 
 def _causal_attention(

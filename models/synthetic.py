@@ -1,7 +1,7 @@
 """Writes random checkpoints that load everywhere: config, tokenizer, sharded safetensors.
 
-The values are those of `DummyWeights`, so a written bf16 or fp32 checkpoint and `--load-format dummy`
-with the same seed are the same model; an fp8 checkpoint is quantised from the fp32 one.
+The values are those of `DummyWeights`: a bf16 or fp32 checkpoint is the model that
+`--load-format dummy` makes of the same seed, and an fp8 checkpoint is quantised from the fp32 one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whalepod.models.fp8 import quantize, scale_shape
 from whalepod.models.layout import checkpoint_tensors, is_quantizable
 from whalepod.models.presets import preset_config
 from whalepod.models.synthetic_tokenizer import write_tokenizer
-from whalepod.models.weights import SCALE_SUFFIX, DummyWeights
+from whalepod.models.weights import GATE_BIAS, SCALE_SUFFIX, DummyWeights
 
 DtypeName = Literal["bf16", "fp8", "fp32"]
 MAX_TOKENIZER_VOCAB = 8192
@@ -96,9 +96,11 @@ def synthesize(
             max_length=config.max_position_embeddings,
         )
         if plan:
-            made_in = torch.bfloat16 if dtype == "bf16" else torch.float32
-            source = DummyWeights(config, dtype=made_in, seed=seed)
-            _write_shards(folder, _shards(plan, shard_bytes), source, progress)
+            sources = {
+                made_in: DummyWeights(config, dtype=made_in, seed=seed)
+                for made_in in (torch.float32, torch.bfloat16)
+            }
+            _write_shards(folder, _shards(plan, shard_bytes), sources, progress)
     return out
 
 
@@ -112,7 +114,7 @@ def _plan(
 ) -> PlannedTensor:
     scale_bytes = 0
     dtype = torch.float32 if dtype_name == "fp32" else torch.bfloat16
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(GATE_BIAS):
         dtype = torch.float32
     elif dtype_name == "fp8" and is_quantizable(name, shape):
         dtype = torch.float8_e4m3fn
@@ -137,7 +139,7 @@ def _shards(plan: Iterable[PlannedTensor], shard_bytes: int) -> list[list[Planne
 def _write_shards(
     folder: Path,
     shards: list[list[PlannedTensor]],
-    source: DummyWeights,
+    sources: Mapping[torch.dtype, DummyWeights],
     progress: Callable[[int, int], None] | None,
 ) -> None:
     total = sum(tensor.num_bytes for shard in shards for tensor in shard)
@@ -147,7 +149,7 @@ def _write_shards(
         file_name = f"model-{index:05}-of-{len(shards):05}.safetensors"
         if len(shards) == 1:
             file_name = "model.safetensors"
-        tensors = {name: made for planned in shard for name, made in _make(planned, source)}
+        tensors = {name: made for planned in shard for name, made in _make(planned, sources)}
         save_file(tensors, folder / file_name, metadata={"format": "pt"})
         (folder / file_name).chmod(0o644)  # safetensors makes files that only their owner reads
         weight_map |= dict.fromkeys(tensors, file_name)
@@ -159,12 +161,14 @@ def _write_shards(
         _write_json(folder / INDEX_NAME, index_json)
 
 
-def _make(planned: PlannedTensor, source: DummyWeights) -> Iterator[tuple[str, Tensor]]:
+def _make(
+    planned: PlannedTensor, sources: Mapping[torch.dtype, DummyWeights]
+) -> Iterator[tuple[str, Tensor]]:
     if planned.dtype is torch.float8_e4m3fn:
-        made = quantize(source.take(planned.name, planned.shape), Fp8Config())
+        made = quantize(sources[torch.float32].take(planned.name, planned.shape), Fp8Config())
         yield from zip(planned.stored_names, made, strict=True)
     else:
-        yield planned.name, source.take(planned.name, planned.shape, planned.dtype)
+        yield planned.name, sources[planned.dtype].take(planned.name, planned.shape)
 
 
 def _generation_config(raw: Mapping[str, Any]) -> dict[str, Any]:

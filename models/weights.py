@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from whalepod.models.fp8 import dequantize, scale_shape
 __all__ = ["CheckpointWeights", "DummyWeights", "Weights", "WeightsError", "mtp_layer"]
 
 SCALE_SUFFIX = "_scale_inv"
+GATE_BIAS = "e_score_correction_bias"
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -192,15 +194,17 @@ class DummyWeights:
         self._seed = seed
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Make the tensor, rounded to the model's dtype first; every shape is accepted."""
+        """Make the tensor as a checkpoint would store it, then in `dtype`; accepts every shape."""
         mean, spread = _moments(canonical_name(name), shape)
-        tensor = torch.empty(shape, dtype=self._dtype)
-        generator = torch.Generator().manual_seed(_seed_of(self._seed, canonical_name(name)))
-        # f32 in pieces of fixed size, then rounded: small memory, the same values in every dtype
+        # checkpoints keep the router's bias in f32, whatever their dtype
+        stored = torch.float32 if name.endswith(GATE_BIAS) else self._dtype
+        tensor = torch.empty(shape, dtype=stored)
+        bits = np.random.SFC64(_seed_of(self._seed, canonical_name(name)))
+        # in pieces of fixed size, f32 first: small memory, the same values in every dtype
         for piece in torch.split(tensor.view(-1), 1 << 20):
-            noise = torch.empty(piece.shape).uniform_(-1.0, 1.0, generator=generator)
+            noise = _uniform(bits, piece.numel())
             piece.copy_(noise.mul_(math.sqrt(3.0) * spread).add_(mean))
-        return tensor if dtype is None else tensor.to(dtype)
+        return tensor.to(dtype or self._dtype)
 
     def leave(self, name: str) -> None:
         """Do nothing: what is not taken is not made."""
@@ -209,9 +213,15 @@ class DummyWeights:
         """Do nothing: there is no file that could hold more."""
 
 
+def _uniform(bits: np.random.SFC64, count: int) -> Tensor:
+    """Return f32 values in -1..1 in steps of 2^-15; raw bits are faster than floats."""
+    codes = bits.random_raw(-(-count // 4)).view(np.int16)[:count]
+    return torch.from_numpy(codes).float().add_(0.5).mul_(2.0**-15)
+
+
 def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Return mean and standard deviation of a dummy tensor."""
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(GATE_BIAS):
         return 0.0, 0.02
     if len(shape) == 1:  # the weight of a norm
         return 1.0, 0.1
@@ -222,4 +232,4 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
 def _seed_of(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(digest, "little")

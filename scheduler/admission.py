@@ -35,7 +35,10 @@ def count_shared_blocks(sequence: Sequence, tree: PrefixTree) -> int:
     if _sibling_to_fork(sequence) is not None:
         return sequence.max_reused_tokens // tree.block_tokens
     if sequence.shared_blocks_at[0] != tree.version:
-        sequence.shared_blocks_at = (tree.version, len(_match(sequence, tree)))
+        num_blocks = sequence.max_reused_tokens // tree.block_tokens
+        salt = sequence.request.cache_salt
+        count = tree.count_match(salt, sequence.token_ids, num_blocks, sequence.block_keys)
+        sequence.shared_blocks_at = (tree.version, count)
     return sequence.shared_blocks_at[1]
 
 

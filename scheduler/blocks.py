@@ -94,6 +94,8 @@ class BlockPool:
         block and its own is given back: every holder of a text holds the same blocks, so a cached
         block never has an owned one behind it and can always be evicted in the end.
         """
+        num_tokens, size = len(token_ids), self.tree.block_tokens
+        assert num_tokens == size, f"block {block_id} has {num_tokens} tokens, a full one {size}"
         existing = self.tree.find(key)
         if existing is not None:
             if existing.parent is not parent or existing.token_ids != token_ids:

@@ -86,20 +86,40 @@ class PrefixTree:
 
         `keys` remembers the text's hashes between calls; missing ones are appended.
         """
-        size = self.block_tokens
         path: list[Node] = []
         parent = self._roots.get(salt)
         while parent is not None and len(path) < num_blocks:
-            index = len(path)
-            block = tuple(token_ids[index * size : (index + 1) * size])
-            if index == len(keys):
-                keys.append(self.key(parent, block))
-            node = self._full_nodes.get(keys[index])
-            if node is None or node.parent is not parent or node.token_ids != block:
+            node = self._child(parent, len(path), token_ids, keys)
+            if node is None or node.token_ids != self._block(token_ids, len(path)):
                 break
             path.append(node)
             parent = node
         return path
+
+    def count_match(
+        self, salt: str, token_ids: Sequence[int], num_blocks: int, keys: list[bytes]
+    ) -> int:
+        """Count the blocks that `match` would find, by their hashes alone: quick, and good enough
+        to compare candidates."""
+        count = 0
+        parent = self._roots.get(salt)
+        while parent is not None and count < num_blocks:
+            parent = self._child(parent, count, token_ids, keys)
+            count += parent is not None
+        return count
+
+    def _child(
+        self, parent: Node, index: int, token_ids: Sequence[int], keys: list[bytes]
+    ) -> Node | None:
+        """Look up block `index` of a text behind `parent`, by its hash."""
+        if index == len(keys):
+            keys.append(self.key(parent, self._block(token_ids, index)))
+        node = self._full_nodes.get(keys[index])
+        return node if node is not None and node.parent is parent else None
+
+    def _block(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
+        size = self.block_tokens
+        return tuple(token_ids[index * size : (index + 1) * size])
 
     def match_partly(self, parent: Node, token_ids: Sequence[int]) -> tuple[Node | None, int]:
         """Find the child of `parent` that shares most leading tokens, and how many.

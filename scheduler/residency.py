@@ -61,8 +61,7 @@ class Residency:
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate blocks for the first `num_tokens`; False when the pool has too few."""
-        num_blocks = self.num_blocks(num_tokens)
-        while len(sequence.block_ids) < num_blocks:
+        while len(sequence.block_ids) * self.block_tokens < num_tokens:
             if not self.pool.num_available:
                 return False
             sequence.block_ids.append(self.pool.allocate())

@@ -7,7 +7,7 @@ from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.door import max_total_tokens
 from whalepod.scheduler.errors import QueueFull
 from whalepod.scheduler.invariants import check_results, check_sequences, held_blocks
-from whalepod.scheduler.plan import Output, Plan, Row, RowResult, StepResult
+from whalepod.scheduler.plan import Output, Plan, Row, RowResult, StepResult, TokenLogprob
 from whalepod.scheduler.planner import Planner, Sketch
 from whalepod.scheduler.prefix import PrefixTree
 from whalepod.scheduler.request import Ending, Request, Sequence, Status, find_ending
@@ -232,15 +232,18 @@ class Scheduler:
 
     def _output(self, sequence: Sequence, row: Row, result: RowResult, ending: Ending) -> Output:
         num_kept, finish_reason, stop_token_id = ending
-        if finish_reason is None and not sequence.num_pending:
+        if finish_reason is None and len(sequence.token_ids) == sequence.num_computed:
             finish_reason = "length"  # the prompt is computed, and no token was asked for
+        prompt_logprobs: list[TokenLogprob] = []
+        if result.prompt_logprobs:
+            prompt_logprobs = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs)
         return Output(
             sequence_id=sequence.sequence_id,
             request_id=sequence.request.request_id,
             index=sequence.index,
             token_ids=list(result.token_ids[:num_kept]),
             logprobs=list(result.logprobs[:num_kept]),
-            prompt_logprobs=sequence.take_prompt_logprobs(row.start, result.prompt_logprobs),
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=sequence.request.num_cached_tokens,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,

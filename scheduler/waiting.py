@@ -9,7 +9,7 @@ from itertools import islice
 from whalepod.scheduler.request import Sequence
 
 # Candidates of a class that are compared by cached prefix: bounds the work of one admission.
-WINDOW = 64
+WINDOW = 32
 
 
 def _place(sequence: Sequence) -> tuple[bool, int, int]:

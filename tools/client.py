@@ -52,10 +52,10 @@ class Client:
         response = self.get("/v1/models")
         if response.status_code != 200:
             raise ClientError(f"{self.url}/v1/models: {error_message(response)}")
-        models = response.json().get("data") or []
-        if not models:
-            raise ClientError(f"{self.url} lists no model")
-        return str(models[0]["id"])
+        try:
+            return str(response.json()["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ClientError(f"{self.url}/v1/models lists no model") from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Post a request with `stream: true` and yield its events.

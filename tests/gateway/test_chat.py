@@ -309,8 +309,9 @@ def test_b077_b065_chat_logprobs_have_exact_bytes(
 
 
 def test_logprobs_are_cut_with_the_tokens_at_a_stop(client: TestClient) -> None:
-    answer = chat(client, logprobs=True, stop="S", test_steps=["ab", "S", "cd"])
+    answer = chat(client, logprobs=True, stop="S", test_steps=["ab", "S c d e"])
 
+    assert answer["choices"][0]["message"]["content"] == "ab"
     assert len(answer["choices"][0]["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
 
 

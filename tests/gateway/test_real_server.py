@@ -168,33 +168,34 @@ def test_a_port_in_use_is_one_sentence(engine: FakeEngine, tokenizer: TextTokeni
             asyncio.run(serve(GatewayConfig(port=port), engine, tokenizer))
 
 
+async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect as soon as the server listens; the caller has the deadline."""
+    while True:
+        try:
+            return await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            await asyncio.sleep(0.01)
+
+
 def test_sigterm_drains_and_returns(engine: FakeEngine, tokenizer: TextTokenizer) -> None:
     """The request that runs gets its whole answer; then `serve` returns to its caller."""
     port = free_port()
-
-    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(request_bytes(test_steps=["one", "two"]))
-        while not engine.running:
-            await asyncio.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.05)
-        assert engine.gate is not None
-        engine.gate.set()
-        return await reader.read()
 
     async def run() -> bytes:
         engine.gate = asyncio.Event()
         config = GatewayConfig(port=port, enable_test_hooks=True, served_model_name=("tiny",))
         server = asyncio.create_task(serve(config, engine, tokenizer))
         async with asyncio.timeout(DEADLINE_S):
-            while True:
-                try:
-                    streams = await asyncio.open_connection("127.0.0.1", port)
-                    break
-                except ConnectionRefusedError:
-                    await asyncio.sleep(0.01)
-            answer = await ask(*streams)
-            streams[1].close()
+            reader, writer = await connect(port)
+            writer.write(request_bytes(test_steps=["one", "two"]))
+            while not engine.running:
+                await asyncio.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGTERM)
+            ended, _ = await asyncio.wait({server}, timeout=0.4)
+            assert not ended, "the server did not wait for its request"
+            engine.gate.set()
+            answer = await reader.read()
+            writer.close()
             await server
         return answer
 

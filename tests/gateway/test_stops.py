@@ -58,6 +58,14 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, stops: lis
         assert held == "" or any(s.startswith(held) for s in stops)
 
 
+def test_short_texts_and_stop_strings_all_match_as_expected() -> None:
+    words = ["".join(w) for n in range(1, 8) for w in itertools.product("ab", repeat=n)]
+    for stop in [word for word in words if len(word) <= 4]:
+        for text in words:
+            delivered, found = run(list(text), [stop])
+            assert ("".join(delivered), found) == expected(text, [stop]), (text, stop)
+
+
 def test_b051_nothing_of_a_stop_string_is_delivered() -> None:
     assert run(["ABC", "DEF", "G", "HI", "J", "K"], ["DEFGHIJ"]) == (
         ["ABC", "", "", "", ""],

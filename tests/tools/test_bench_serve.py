@@ -59,6 +59,7 @@ def test_agents_hit_the_prefix_that_they_send_again(
     assert result["ttft_ms_by_cache"]["cold"]["count"] == 1
     assert result["ttft_ms_by_cache"]["warm"]["count"] == 7
     assert result["prefix_hit_ratio"] > 0.6
+    assert result["resent_hit_ratio"] == 1.0
 
 
 def test_a_recorded_trace_replays_the_same_prompts_in_the_same_sessions(
@@ -130,15 +131,14 @@ STREAM = (
 STREAM = STREAM % len(STREAM.partition(b"\r\n\r\n")[2])
 
 
-@pytest.mark.parametrize("cut", range(1, len(STREAM)))
-def test_an_answer_is_read_alike_wherever_the_network_cuts_it(cut: int) -> None:
-    response = _Response()
-    response.feed(STREAM[:cut], 1.0)
-    response.feed(STREAM[cut:], 2.0)
-    answer = response.result()
-    assert len(answer.chunk_times_s) == 2
-    assert answer.usage["completion_tokens"] == 2
-    assert answer.cached_tokens == 1
+def test_an_answer_is_read_alike_wherever_the_network_cuts_it() -> None:
+    for cut in range(1, len(STREAM)):
+        response = _Response()
+        response.feed(STREAM[:cut], 1.0)
+        response.feed(STREAM[cut:], 2.0)
+        answer = response.result()
+        assert len(answer.chunk_times_s) == 2, cut
+        assert (answer.usage["completion_tokens"], answer.cached_tokens) == (2, 1), cut
 
 
 def test_a_stream_that_is_cut_short_is_a_failure() -> None:

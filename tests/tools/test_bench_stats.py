@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from whalepod.tools.bench.stats import (
@@ -11,6 +13,7 @@ from whalepod.tools.bench.stats import (
     find_gaps,
     max_overlap,
     meets,
+    resent_hit_ratio,
     summarize,
 )
 
@@ -104,3 +107,13 @@ def test_buckets_are_powers_of_two() -> None:
 def test_intervals_that_only_touch_do_not_overlap() -> None:
     assert max_overlap([(0, 1), (1, 2), (1.5, 3)]) == 2
     assert max_overlap([]) == 0
+
+
+def test_only_hits_on_resent_blocks_count_as_such() -> None:
+    def turn(resent: int, cached: int) -> RequestRecord:
+        return replace(record(0, 1.0, cached=cached), resent_tokens=resent)
+
+    assert resent_hit_ratio([turn(0, 64), turn(128, 192), turn(128, 64)]) == pytest.approx(
+        192 / 256
+    )
+    assert resent_hit_ratio([turn(0, 64)]) is None

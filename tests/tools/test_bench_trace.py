@@ -14,6 +14,7 @@ from whalepod.tools.bench.trace import (
     TraceRequest,
     num_blocks,
     read_trace,
+    shared_tokens,
     write_trace,
 )
 
@@ -146,3 +147,17 @@ def test_low_burstiness_clusters_arrivals() -> None:
 
     assert squared_variation(1.0) == pytest.approx(1.0, rel=0.2)
     assert squared_variation(0.25) == pytest.approx(4.0, rel=0.3)
+
+
+def test_only_full_blocks_are_shared() -> None:
+    before, after = request(1, 2, 3, length=11), request(1, 2, 3, 4, length=16)
+    assert shared_tokens(before, after, 4) == 8
+    assert shared_tokens(after, after, 4) == 16
+    assert shared_tokens(before, request(9, 2, 3, length=12), 4) == 0
+
+
+def test_profiles_have_no_block_in_common() -> None:
+    names = ("random", "chat", "retrieval", "agent")
+    workloads = [WorkloadConfig(profile=name, num_requests=20) for name in names]  # type: ignore[arg-type]
+    ids = [{i for r in make_requests(workload) for i in r.hash_ids} for workload in workloads]
+    assert len(set.union(*ids)) == sum(map(len, ids))

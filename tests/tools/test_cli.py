@@ -10,6 +10,7 @@ import pytest
 import whalepod
 from whalepod.server.config import EngineConfig, GatewayConfig
 from whalepod.tools import cli
+from whalepod.tools.flags import flags_of, parse_number
 
 LEAN_START = """
 import sys
@@ -99,6 +100,27 @@ def test_command_line_beats_environment_beats_file(
     assert gateway.served_model_name == ("a", "b")
 
 
+def test_switches_and_lists_come_from_the_environment_too(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHALEPOD_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("WHALEPOD_ENABLE_PREFIX_CACHING", "false")
+    monkeypatch.setenv("WHALEPOD_API_KEY", "one two")
+    assert cli.main(["serve"]) == 0
+    engine, gateway = served[0]
+    assert engine.device.batch_invariant
+    assert not engine.scheduler.enable_prefix_caching
+    assert gateway.api_key == ("one", "two")
+
+
+def test_a_wrong_environment_variable_is_named(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WHALEPOD_PORT", "http")
+    assert cli.main(["serve"]) == 2
+    assert "WHALEPOD_PORT" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "fragment"),
     [
@@ -166,22 +188,45 @@ def test_an_error_is_one_sentence_and_exit_code_1(capsys: pytest.CaptureFixture[
     [("7", 7), ("25.6k", 25_600), ("1K", 1024), ("512M", 2**29), ("2GiB", 2**31), ("1_000", 1000)],
 )
 def test_numbers_may_have_a_scale(text: str, number: int) -> None:
-    from whalepod.tools.flags import parse_number
-
     assert parse_number(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "1e3", "0x10", "2X", "nan"])
 def test_what_is_no_whole_number_is_refused(text: str) -> None:
-    from whalepod.tools.flags import parse_number
-
     with pytest.raises(ValueError, match="whole number"):
         parse_number(text)
 
 
-def test_every_flag_of_serve_has_a_help_text() -> None:
-    from whalepod.tools.flags import flags_of
+VLLM_FLAGS = [
+    "model",
+    "revision",
+    "dtype",
+    "load-format",
+    "seed",
+    "max-model-len",
+    "max-num-seqs",
+    "max-num-batched-tokens",
+    "enable-prefix-caching",
+    "host",
+    "port",
+    "api-key",
+    "served-model-name",
+    "chat-template",
+]
+OUR_FLAGS = [
+    "kernels",
+    "device",
+    "num-threads",
+    "batch-invariant",
+    "kv-cache-memory",
+    "record",
+    "enable-test-hooks",
+    "max-num-queued-reqs",
+]
 
+
+def test_serve_keeps_its_flags_and_each_has_a_help_text() -> None:
     flags: dict[str, Any] = flags_of(EngineConfig, {}) | flags_of(GatewayConfig, {})
-    assert len(flags) > 20
+    names = {flag.name for flag in flags.values()}
+    assert {*VLLM_FLAGS, *OUR_FLAGS} - names == set()
     assert [flag.name for flag in flags.values() if not flag.help] == []

@@ -37,6 +37,10 @@ def format_report(result: Mapping[str, Any]) -> str:
         f"  {result['total_input_tokens']:,} prompt tokens, "
         f"{100 * result['prefix_hit_ratio']:.1f} % from the prefix cache",
     ]
+    if result["resent_hit_ratio"] is not None:
+        head.append(f"  {100 * result['resent_hit_ratio']:.1f} % of re-sent full blocks hit")
+    if result["profile"] == "random" and result["cached_tokens"]:
+        head.append("  NOTE: the cache knows these prompts from a run before: change --seed")
     if result["goodput"] is not None:
         head.append(f"  goodput {result['goodput']:.2f} requests/s within the SLO")
     head += [f"  failed {count}x: {error}" for error, count in result["errors"].items()]

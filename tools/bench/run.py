@@ -16,7 +16,13 @@ from whalepod.tools.bench.http import Answer, Endpoint, RequestFailed
 from whalepod.tools.bench.profiles import make_requests, schedule
 from whalepod.tools.bench.report import format_report
 from whalepod.tools.bench.stats import RequestRecord, summarize
-from whalepod.tools.bench.trace import PromptMaker, TraceRequest, read_trace, write_trace
+from whalepod.tools.bench.trace import (
+    PromptMaker,
+    TraceRequest,
+    read_trace,
+    shared_tokens,
+    write_trace,
+)
 from whalepod.tools.client import Client, ClientError, root_url
 
 DEFAULT_CONCURRENCY = 8
@@ -83,7 +89,7 @@ class Player:
 
     async def play(self, requests: Sequence[TraceRequest], limit: int, run: int) -> dict[str, Any]:
         """Make one run with at most `limit` sessions at once (0: no limit) and sum it up."""
-        workload = self._config.workload
+        workload, block_tokens = self._config.workload, self._config.workload.trace_block
         # Each run has its own content: the prefix cache still holds that of the run before.
         prompts = self._prompts(f"{workload.seed}:{run}")
         prompts.prepare(requests)
@@ -98,12 +104,13 @@ class Player:
             await _sleep_until(origin_s + session[0].timestamp / 1e3)
             async with turnstile:
                 ready_s = time.perf_counter() if limit else origin_s
-                for request in session:
+                for before, request in zip([None, *session], session, strict=False):
                     due_s = max(
                         origin_s + request.timestamp / 1e3, ready_s + request.pause_ms / 1e3
                     )
                     record = await self._send(request, prompts.prompt(request), due_s)
-                    played.append((request, record))
+                    resent = shared_tokens(before, request, block_tokens) if before else 0
+                    played.append((request, replace(record, resent_tokens=resent)))
                     progress.advance(failed=record.error is not None)
                     ready_s = record.end_s
 

@@ -32,6 +32,8 @@ class RequestRecord:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    resent_tokens: int = 0
+    """Tokens of full blocks at its beginning that the session's last prompt had as well."""
     error: str | None = None
 
     @property
@@ -95,6 +97,7 @@ def summarize(records: Sequence[RequestRecord], slo_ms: Mapping[str, float]) -> 
         "total_output_tokens": output_tokens,
         "cached_tokens": cached_tokens,
         "prefix_hit_ratio": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
+        "resent_hit_ratio": resent_hit_ratio(done),
         "request_throughput": _rate(len(done), duration_s),
         "output_throughput": _rate(output_tokens, duration_s),
         "total_token_throughput": _rate(prompt_tokens + output_tokens, duration_s),
@@ -105,6 +108,13 @@ def summarize(records: Sequence[RequestRecord], slo_ms: Mapping[str, float]) -> 
         summary = describe(values)
         result |= {f"{statistic}_{name}_ms": summary[statistic] for statistic in summary}
     return result | breakdowns(done)
+
+
+def resent_hit_ratio(done: Sequence[RequestRecord]) -> float | None:
+    """Share of the re-sent full blocks that came from the prefix cache; None if none was."""
+    resent = sum(record.resent_tokens for record in done)
+    hits = sum(min(record.resent_tokens, record.cached_tokens) for record in done)
+    return hits / resent if resent else None
 
 
 def breakdowns(done: Sequence[RequestRecord]) -> dict[str, dict[str, Summary]]:

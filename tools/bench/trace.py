@@ -8,6 +8,7 @@ The last id of a prompt may stand for a block of which only the beginning is use
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -86,6 +87,14 @@ def write_trace(path: Path, requests: Sequence[TraceRequest]) -> None:
             line |= {"session": request.session, "pause_ms": round(request.pause_ms, 3)}
         lines.append(json.dumps(line) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
+
+
+def shared_tokens(before: TraceRequest, after: TraceRequest, block_tokens: int) -> int:
+    """Count the tokens of the full blocks that two prompts have in common at their beginning."""
+    full = min(before.input_length, after.input_length) // block_tokens
+    pairs = zip(before.hash_ids[:full], after.hash_ids[:full], strict=True)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return same * block_tokens
 
 
 def num_blocks(num_tokens: int, block_tokens: int) -> int:
