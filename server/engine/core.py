@@ -125,7 +125,10 @@ class EngineCore:
     # -- messages in ----------------------------------------------------------------------------
 
     def receive(self, messages: Iterable[ToEngine]) -> list[ToGateway]:
-        """Take messages in their order; return what is answered at once (refusals, pongs)."""
+        """Take messages in their order; return what is answered at once.
+
+        These are refusals, pongs, and counters after an abort that leaves nothing to run.
+        """
         replies: list[ToGateway] = []
         for message in messages:
             reply = self._receive(message)
@@ -138,7 +141,7 @@ class EngineCore:
             case Submit():
                 return self._submit(message)
             case Abort(request_id=request_id):
-                self._abort(request_id)
+                return self._abort(request_id)
             case Ping(nonce=nonce):
                 return Pong(nonce=nonce, stats=self.stats)
             case Shutdown():
@@ -201,10 +204,15 @@ class EngineCore:
         if script is not None:
             self._scripts[sequence.sequence_id] = script
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str) -> StepOutputs | None:
+        """Free a request; without a step to come, say here what the counters are now."""
+        was_alive = request_id in self._live
         self._scheduler.cancel(request_id)
         for sequence_id in self._live.pop(request_id, ()):
             self._drop_sequence(sequence_id)
+        if self.has_work or not was_alive:
+            return None
+        return StepOutputs(outputs=(), stats=self.stats)
 
     def _drop_sequence(self, sequence_id: int) -> None:
         self.runner.drop(sequence_id)
