@@ -387,6 +387,36 @@ def test_higher_priority_displaces_a_strictly_lower_one_when_slots_are_busy() ->
     assert len(engine.answers["low1", 0].token_ids) == 30
 
 
+def test_equal_priority_displaces_nobody_while_a_higher_answer_waits_for_its_sibling() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=8)
+    engine = SimulatedEngine(scheduler)
+    scheduler.add(make_request("low", [1], priority=9, ignore_eos=True))
+    engine.run_step()
+    scheduler.add(make_request("high", PROMPT, n=2))
+    scheduler.add(make_request("equal", [2], priority=9))
+    for _ in range(5):
+        plan = engine.run_step()
+        assert plan is not None
+        assert not plan.preempted
+    engine.run()
+
+
+def test_answer_preempted_before_its_fork_was_copied_leaves_no_text_behind() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, block_tokens=4)
+    engine = SimulatedEngine(scheduler)
+    scheduler.add(make_request("a", PROMPT[:6], n=2, ignore_eos=True))
+    engine.run_step()
+    plan = engine.step()
+    assert plan is not None
+    assert len(plan.copies) == 1
+    engine.fail(plan)
+    scheduler.add(make_request("high", [3], max_tokens=1, priority=-1))
+    plan = engine.run_step()  # compares every cached text with its rows
+    assert plan is not None
+    assert plan.preempted == (1,)
+    engine.run()
+
+
 def test_higher_priority_displaces_strictly_lower_ones_when_blocks_are_short() -> None:
     scheduler = make_scheduler(num_blocks=6, block_tokens=4)
     engine = SimulatedEngine(scheduler)
