@@ -75,19 +75,28 @@ def run(address: str, parent_pid: int, build: Build) -> int:
         return 1
     finally:
         server.close()
+        if os.getppid() != parent_pid:
+            _remove_socket(address)
 
 
 def _follow_parent(parent_pid: int, address: str) -> None:
-    """End this process when its launcher died: nobody else would. Leave no socket file behind."""
+    """End this process when its launcher died: nobody else would."""
     while os.getppid() == parent_pid:
         threading.Event().wait(PARENT_POLL_S)
+    _remove_socket(address)
+    os._exit(1)
+
+
+def _remove_socket(address: str) -> None:
+    """Remove the launcher's folder, which it cannot do any more."""
     path = address.removeprefix("ipc://")
     for remove, name in ((os.unlink, path), (os.rmdir, os.path.dirname(path))):
         try:
             remove(name)
+        except FileNotFoundError:
+            pass  # both threads may come here
         except OSError as error:
             logger.warning("left behind %s: %s", name, error)
-    os._exit(1)
 
 
 def main(arguments: Sequence[str], build: Build) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,9 +14,10 @@ from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row, RowResult, StepResult, TokenLogprob
+from whalepod.scheduler.request import Sequence
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.sampler import Sampler, Wanted, logprobs
-from whalepod.server.engine.sampling_state import SamplingState
+from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
 from whalepod.server.engine.scripted import Script, ScriptError
 
 PROMPT_LOGPROB_ROWS = 64
@@ -46,6 +47,23 @@ class RunnerSequence:
     @property
     def params(self) -> SamplingParams:
         return self.state.params
+
+
+def new_runner_sequence(
+    sequence: Sequence, eos_token_ids: frozenset[int], script: Script | None = None
+) -> RunnerSequence:
+    """Return what the runner needs of a sequence that the scheduler has queued."""
+    request, params = sequence.request, sequence.request.params
+    assert params.seed is not None, "the seed is fixed when a request is taken"
+    state = SamplingState(
+        params,
+        request.prompt_token_ids,
+        seed_of_branch(params.seed, sequence.index),
+        eos_token_ids.union(params.stop_token_ids),
+    )
+    return RunnerSequence(
+        state=state, wants_prompt_logprobs=sequence.reports_prompt_logprobs, script=script
+    )
 
 
 @dataclass(slots=True)
@@ -106,7 +124,7 @@ class Runner:
         elapsed_us = (time.perf_counter_ns() - started) // 1000
         return StepResult(step=plan.step, rows=results, step_time_us=elapsed_us)
 
-    def _run_rows(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
+    def _run_rows(self, rows: SequenceOf[Row]) -> tuple[RowResult, ...]:
         hidden_TH = self._model.forward(self._batches.build(rows), self._cache)
         spans, begin = [], 0
         for row in rows:
