@@ -11,14 +11,21 @@ from fastapi import Request
 
 import whalepod
 from whalepod.server.config import GatewayConfig
-from whalepod.server.gateway.api_errors import ApiError
+from whalepod.server.gateway.api_errors import ApiError, invalid
 from whalepod.server.gateway.encoder import AnswerHeader
 from whalepod.server.gateway.families.registry import choose_family
-from whalepod.server.gateway.limits import MAX_PENDING_TOKENIZATIONS, NUM_TOKENIZER_THREADS
+from whalepod.server.gateway.generation import PromptRun
+from whalepod.server.gateway.limits import (
+    GRAMMAR_TIMEOUT_S,
+    MAX_PENDING_TOKENIZATIONS,
+    NUM_TOKENIZER_THREADS,
+)
 from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
 from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.structured.checker import GrammarChecker
+from whalepod.server.structured.interface import GrammarError
 from whalepod.server.upstream import Upstream
 
 
@@ -45,6 +52,7 @@ class Gateway:
         self.preparation = Preparation(
             upstream.info, tokenizer, default_params, config.enable_test_hooks, family
         )
+        self._grammars: GrammarChecker | None = None
         self.model_names: Sequence[str] = config.served_model_name or (upstream.info.model_type,)
         self.created = int(time.time())
         self.system_fingerprint = _fingerprint(upstream)
@@ -58,6 +66,35 @@ class Gateway:
             message = f"the model {name!r} does not exist here; this server has: {known}"
             raise ApiError("model_not_found", message, "model")
         return name
+
+    async def check_grammars(self, runs: Sequence[PromptRun]) -> None:
+        """Return when the grammars of a request are known to compile; ApiError says why not."""
+        for run in runs:
+            constraint = run.submit.params.constraint
+            if constraint is None:
+                continue
+            if self._grammars is None:
+                self._grammars = self._new_checker()
+            try:
+                await self._grammars.check(constraint)
+            except GrammarError as error:
+                param = run.constraint_param
+                raise invalid(param, f"{param}: the grammar cannot be compiled: {error}") from None
+
+    async def close(self) -> None:
+        """End the threads and processes that help with requests."""
+        self.offload.close()
+        if self._grammars is not None:
+            await self._grammars.close()
+
+    def _new_checker(self) -> GrammarChecker:
+        eos = self.tokenizer.transformers.eos_token_id
+        return GrammarChecker(
+            self.tokenizer.transformers.backend_tokenizer.to_str(),
+            self.upstream.info.vocab_size,
+            [] if eos is None else [eos],
+            timeout_s=GRAMMAR_TIMEOUT_S,
+        )
 
     def header(self, prefix: str, model: str) -> AnswerHeader:
         """Return the identity of a new answer."""

@@ -39,6 +39,8 @@ class PromptRun:
     skip_special_tokens: bool = True
     echo: bool = False
     new_parser: Callable[[], Parser] = PlainParser
+    constraint_param: str = ""
+    """The request's field that the constraint of `submit.params` comes from."""
     markup_ids: frozenset[int] = frozenset()
     """Tokens that the parser must see even when special tokens are skipped."""
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.api_errors import ApiError, invalid
-from whalepod.server.gateway.families.interface import Family, Parser, ParserOptions
+from whalepod.server.gateway.constraints import Constraints, of_structured_outputs
+from whalepod.server.gateway.families.interface import Family, Parser, ParserOptions, Start
 from whalepod.server.gateway.families.plain import PlainParser
 from whalepod.server.gateway.functions import (
-    Functions,
     ToolChoice,
     check_history,
     function_tools,
@@ -69,6 +69,7 @@ class Preparation:
         self._default_params = default_params
         self._enable_test_hooks = enable_test_hooks
         self._family = family
+        self._constraints = Constraints(family, tokenizer)
         self._markup_ids = tokenizer.ids_of(family.markers if family else ())
         try:
             SamplingParams(**self._defaults())
@@ -77,7 +78,6 @@ class Preparation:
 
     def chat(self, request: ChatRequest) -> list[PromptRun]:
         """Return the one run of a chat request."""
-        _refuse_what_is_not_built(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
         asked = request.max_completion_tokens
@@ -87,40 +87,42 @@ class Preparation:
             raise invalid(name, f"{name} must be at least 1, got {max_tokens}")
         functions = read_functions(request.tools)
         choice = read_choice(request.tool_choice, functions)
-        if choice.is_forced:
-            raise invalid("tool_choice", "only tool_choice auto and none are supported yet")
         token_ids = self.chat_tokens(request.messages, request, choice)
+        start = self._start(token_ids)
+        constraint, constraint_param = self._constraints.of_chat(request, functions, choice, start)
         params = self._params(
             request,
             max_tokens=self._clamp(len(token_ids), max_tokens, "messages"),
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            constraint=constraint,
         )
         run = self._run(request, token_ids, params)
-        new_parser = self._parser_factory(
-            token_ids,
-            None if choice.mode == "none" else functions,
-            parallel=request.parallel_tool_calls is not False,
-        )
-        return [replace(run, new_parser=new_parser, markup_ids=self._markup_ids)]
+        new_parser: Callable[[], Parser] = PlainParser
+        if self._family is not None:
+            options = ParserOptions(
+                start=start,
+                tools=None if choice.mode == "none" else functions,
+                parallel=request.parallel_tool_calls is not False,
+                new_id=_new_call_id,
+            )
+            new_parser = partial(self._family.new_parser, options)
+        return [
+            replace(
+                run,
+                new_parser=new_parser,
+                markup_ids=self._markup_ids,
+                constraint_param=constraint_param,
+            )
+        ]
 
-    def _parser_factory(
-        self, prompt_token_ids: Sequence[int], functions: Functions | None, *, parallel: bool
-    ) -> Callable[[], Parser]:
-        """Return what makes a parser for each answer to a rendered prompt."""
-        family = self._family
-        if family is None:
-            return PlainParser
-        options = ParserOptions(
-            start=family.start(self._tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:])),
-            tools=functions,
-            parallel=parallel,
-            new_id=_new_call_id,
-        )
-        return partial(family.new_parser, options)
+    def _start(self, prompt_token_ids: Sequence[int]) -> Start:
+        """Return where the answer to a rendered prompt begins."""
+        if self._family is None:
+            return "content"
+        return self._family.start(self._tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:]))
 
     def completion(self, request: CompletionRequest) -> list[PromptRun]:
         """Return one run for each prompt."""
-        _refuse_what_is_not_built(request)
         if request.suffix:
             raise invalid("suffix", "suffix is not supported")
         num_choices = len(request.prompt) * (request.n or 1)
@@ -138,11 +140,13 @@ class Preparation:
         params = self._params(
             request,
             max_tokens=self._clamp(len(token_ids), max_tokens, "prompt"),
+            constraint=of_structured_outputs(request.structured_outputs),
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
         )
         first_index = position * (request.n or 1)
-        return self._run(request, token_ids, params, first_index, bool(request.echo))
+        run = self._run(request, token_ids, params, first_index, bool(request.echo))
+        return replace(run, constraint_param="structured_outputs")
 
     def prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         """Return the tokens of a raw prompt, checked against vocabulary and context."""
@@ -246,17 +250,6 @@ class Preparation:
             skip_special_tokens=request.skip_special_tokens is not False,
             echo=echo,
         )
-
-
-def _refuse_what_is_not_built(request: SamplingFields) -> None:
-    """Refuse what would change the answer: ignoring it would be a wrong answer."""
-    if request.structured_outputs is not None:
-        raise invalid("structured_outputs", "structured_outputs is not supported yet")
-    if not isinstance(request, ChatRequest):
-        return
-    if request.response_format is not None and request.response_format.type != "text":
-        kind = request.response_format.type
-        raise invalid("response_format", f"response_format {kind} is not supported yet")
 
 
 def _new_call_id() -> str:

@@ -171,6 +171,7 @@ class TemplateFields(Schema):
 
 class ResponseFormat(Schema):
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
 
 
 class ChatRequest(SamplingFields, TemplateFields):

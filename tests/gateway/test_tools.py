@@ -222,6 +222,19 @@ def client_of(tokenizer: TextTokenizer, **config: Any) -> TestClient:
     return TestClient(create_app(GatewayConfig(**config), FakeEngine(tokenizer), tokenizer))
 
 
+@forms
+def test_a_real_engine_emits_calls_as_scripted(real_client: TestClient, call: Any) -> None:
+    text = "why</think>Hi\n\n" + block(call("w", '{"city":"上海"}'), call("w", "{}"))
+
+    choices = [both(real_client, *steps, thinking=True) for steps in ([text], list(text))]
+
+    for choice in choices:
+        assert choice["message"]["reasoning"] == "why"
+        assert choice["message"]["content"] == "Hi"
+        assert calls_in(choice) == [("w", '{"city":"上海"}'), ("w", "{}")]
+        assert choice["finish_reason"] == "tool_calls"
+
+
 def test_every_choice_has_calls_of_its_own(client: TestClient) -> None:
     fields = {"tools": [tool()], "n": 2, "test_steps": [block(v31_call("w", "{}"))]}
     events = stream_chat(client, **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whalepod.server.gateway.families.call_grammar import v3_call_grammar
 from whalepod.server.gateway.families.deepseek_markup import (
     MARKERS,
     THINK_END,
@@ -25,7 +26,9 @@ DEEPSEEK_R1 = Family(
     reasoning_parser_names=frozenset({"deepseek_r1"}),
     tool_call_parser_names=frozenset({"deepseek_v3", "deepseek_r1"}),
     markers=MARKERS,
+    reasoning_end=THINK_END,
     recognises=_recognises,
     start=start_of,
     new_parser=_new_parser,
+    call_grammar=v3_call_grammar,
 )

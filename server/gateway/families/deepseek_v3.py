@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whalepod.server.gateway.families.call_grammar import v3_call_grammar
 from whalepod.server.gateway.families.deepseek_markup import (
     THINK_END,
     TOOL_MARKERS,
@@ -20,7 +21,9 @@ DEEPSEEK_V3 = Family(
     reasoning_parser_names=frozenset(),
     tool_call_parser_names=frozenset({"deepseek_v3"}),
     markers=TOOL_MARKERS,
+    reasoning_end=None,
     recognises=lambda template: "<｜Assistant｜>" in template and THINK_END not in template,
     start=start_of,
     new_parser=_new_parser,
+    call_grammar=v3_call_grammar,
 )

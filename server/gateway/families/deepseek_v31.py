@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whalepod.server.gateway.families.call_grammar import v31_call_grammar
 from whalepod.server.gateway.families.deepseek_markup import (
     MARKERS,
     THINK_END,
@@ -24,7 +25,9 @@ DEEPSEEK_V31 = Family(
     reasoning_parser_names=frozenset({"deepseek_v31", "deepseek_v3"}),
     tool_call_parser_names=frozenset({"deepseek_v31"}),
     markers=MARKERS,
+    reasoning_end=THINK_END,
     recognises=_recognises,
     start=start_of,
     new_parser=_new_parser,
+    call_grammar=v31_call_grammar,
 )

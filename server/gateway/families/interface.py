@@ -86,6 +86,16 @@ class ParserOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """Which calls a grammar must allow, and nothing else."""
+
+    tools: Mapping[str, Mapping[str, Any] | None]
+    max_calls: int
+    marker: Callable[[str], str]
+    """Returns the Lark term of a family's marker: a token, or its text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One way of writing answers, and how to tell which checkpoints write so."""
 
@@ -95,8 +105,12 @@ class Family:
     tool_call_parser_names: frozenset[str]
     markers: tuple[str, ...]
     """Markup that must reach the parser, be it made of special tokens or not."""
+    reasoning_end: str | None
+    """The marker behind which the answer begins; None: the family does not reason."""
     recognises: Callable[[str], bool]
     """Whether a chat template (its text) is this family's."""
     start: Callable[[str], Start]
     """Where the answer begins, from the end of the rendered prompt."""
     new_parser: Callable[[ParserOptions], Parser]
+    call_grammar: Callable[[CallOptions], str]
+    """Returns Lark rules whose rule `calls` is a whole block of calls."""
