@@ -63,6 +63,19 @@ def measured_limits() -> Limits:
     )
 
 
+_UNBOUNDED = 1 << 62
+
+INVARIANT_LIMITS = Limits(
+    linear_rows={torch.bfloat16: _UNBOUNDED, torch.float32: _UNBOUNDED},
+    heads_rows=_UNBOUNDED,
+    rows_per_expert=_UNBOUNDED,
+)
+"""Regions only: a row's bits then depend on the row alone, whatever the batch, chunks or threads.
+
+(`mla_prefill` still sums in torch's order: attend absorbed at any number of queries.)
+"""
+
+
 class CpuKernels:
     """`Kernels` on a CPU. See `whalepod.kernels.interface` for every contract."""
 

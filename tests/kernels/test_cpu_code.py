@@ -9,9 +9,11 @@ import sys
 import pytest
 import torch
 
-from whalepod.kernels.cpu import CpuKernels, dense, simd
+from whalepod.kernels.cpu import INVARIANT_LIMITS, CpuKernels, dense, simd
 from whalepod.kernels.cpu.regions import Region, compile_function
+from whalepod.kernels.interface import GateConfig
 
+GATE = GateConfig(num_experts=300, num_experts_per_token=6)
 KERNELS = CpuKernels(num_threads=2)
 
 
@@ -58,14 +60,37 @@ def test_parity_holds_for_a_cpu_without_avx512(tmp_path: os.PathLike[str]) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
-    weight = KERNELS.pack_linear(random(70, 300, dtype=dtype))
-    x = random(4, 300, dtype=dtype, seed=1)
-    together = KERNELS.linear(x, weight)
-    for num_rows in range(1, 4):
-        for first in range(5 - num_rows):
-            rows = slice(first, first + num_rows)
-            assert torch.equal(KERNELS.linear(x[rows], weight), together[rows])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_threads: int) -> None:
+    kernels = CpuKernels(num_threads=num_threads, limits=INVARIANT_LIMITS)
+    x = random(40, 300, dtype=dtype, seed=1)
+    linear = kernels.pack_linear(random(70, 300, dtype=dtype))
+    heads = [
+        kernels.pack_heads(random(3, 100, 60, dtype=dtype)),
+        kernels.pack_heads(random(3, 60, 100, dtype=dtype).transpose(1, 2)),
+    ]
+    experts = kernels.pack_experts(
+        random(5, 2 * 40, 300, dtype=dtype), random(5, 300, 40, dtype=dtype)
+    )
+    ids = random(40, 5, dtype=dtype, seed=2).argsort(dim=-1)[:, :2].contiguous()
+    weights = random(40, 2, dtype=torch.float32, seed=3)
+
+    def compute(rows: slice) -> list[torch.Tensor]:
+        part = x[rows]
+        return [
+            kernels.linear(part, linear),
+            kernels.linear_f32(part, linear),
+            *(kernels.heads(part.view(-1, 3, 100), weight) for weight in heads),
+            kernels.experts(part, ids[rows], weights[rows], experts),
+            kernels.rms_norm(part, x[0], 1e-6),
+            kernels.swiglu(part),
+            kernels.gate(part.float(), None, GATE)[1],
+        ]
+
+    together = compute(slice(0, 40))
+    for first, last in ((0, 1), (1, 3), (5, 8), (7, 11), (0, 5), (30, 37), (3, 40)):
+        for alone, expected in zip(compute(slice(first, last)), together, strict=True):
+            assert torch.equal(alone, expected[first:last])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
