@@ -6,6 +6,8 @@ import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -23,10 +25,14 @@ from whalepod.server.gateway.limits import (
 from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
+from whalepod.server.gateway.schema import SamplingFields
+from whalepod.server.gateway.scripted_turns import read_script, steps_for
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.structured.checker import GrammarChecker
 from whalepod.server.structured.interface import GrammarError
 from whalepod.server.upstream import Upstream
+
+Body = TypeVar("Body", bound=SamplingFields)
 
 
 class Gateway:
@@ -53,6 +59,7 @@ class Gateway:
             upstream.info, tokenizer, default_params, config.enable_test_hooks, family
         )
         self._grammars: GrammarChecker | None = None
+        self._script = read_script(Path(config.test_script)) if config.test_script else []
         self.model_names: Sequence[str] = config.served_model_name or (upstream.info.model_type,)
         self.created = int(time.time())
         self.system_fingerprint = _fingerprint(upstream)
@@ -66,6 +73,14 @@ class Gateway:
             message = f"the model {name!r} does not exist here; this server has: {known}"
             raise ApiError("model_not_found", message, "model")
         return name
+
+    def scripted(self, body: Body, route: str) -> Body:
+        """Return the request with the steps that the test script has for it, if any."""
+        if not self._script or body.test_steps is not None:
+            return body
+        role, text = body.last_words
+        steps = steps_for(self._script, route, role, text)
+        return body if steps is None else body.model_copy(update={"test_steps": steps})
 
     async def check_grammars(self, runs: Sequence[PromptRun]) -> None:
         """Return when the grammars of a request are known to compile; ApiError says why not."""

@@ -138,6 +138,11 @@ class SamplingFields(Schema):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def last_words(self) -> tuple[str | None, str]:
+        """The role and the text of what is to be answered; no role: a raw prompt."""
+        return None, ""
+
 
 class Message(Schema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -183,6 +188,10 @@ class ChatRequest(SamplingFields, TemplateFields):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
 
+    @property
+    def last_words(self) -> tuple[str | None, str]:
+        return self.messages[-1].role, self.messages[-1].content or ""
+
 
 Prompt = Annotated[
     list[str | list[int]],
@@ -197,6 +206,10 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
+
+    @property
+    def last_words(self) -> tuple[str | None, str]:
+        return None, "\n".join(prompt for prompt in self.prompt if isinstance(prompt, str))
 
 
 class TokenizeRequest(TemplateFields):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -84,7 +86,8 @@ class GrammarChecker:
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "whalepod.server.structured.worker"),
+                *("-P", "-m", "whalepod.server.structured.worker"),
+                env=_environment(),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=MAX_LINE_BYTES,
@@ -96,6 +99,12 @@ class GrammarChecker:
                 await self.close()
                 raise
         return self._process
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the worker: it finds the modules that this process finds."""
+    paths = (str(Path(entry).absolute()) for entry in sys.path)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 async def _exchange(process: asyncio.subprocess.Process, message: dict[str, Any]) -> Any:
