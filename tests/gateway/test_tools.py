@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from starlette.testclient import TestClient
 
-from tests.gateway.conftest import EOS
+from tests.gateway.conftest import EOS, MARKERS
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.families.transcripts import block, cut_at, v3_call, v31_call
 from tests.gateway.wire import (
@@ -388,7 +388,7 @@ def test_item_29_a_parser_that_does_not_fit_is_refused(
 def test_markup_made_of_special_tokens_reaches_the_parser(
     tokenizer: TextTokenizer, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    markup = tokenizer.ids_of(["<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "</think>"])
+    markup = tokenizer.ids_of(MARKERS)
     monkeypatch.setattr(tokenizer, "special_ids", tokenizer.special_ids | markup)
 
     choice = both(client, "why</think>", block(v31_call("w", "{}")), EOS, thinking=True)
