@@ -39,7 +39,7 @@ class RequestIdMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Ask for one of the keys everywhere but on the health routes, the documentation and the page."""
+    """Ask for one of the keys everywhere but for health, the documentation and the page."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app

@@ -50,7 +50,7 @@ function App() {
   return html`<${Symbols} />
     <header>
       ${view === "chat" && html`<button type="button" class="icon narrow" aria-label="Conversations" aria-expanded=${opened === "list"} onClick=${() => toggle("list")}><${Icon} path="M3 5h14M3 10h14M3 15h14" /></button>`}
-      <a class="brand" href="#"><svg viewBox="0 0 64 40" aria-hidden="true"><use href="#whale" /></svg><span>whalepod</span></a>
+      <a class="brand" href="#" aria-label="whalepod"><svg viewBox="0 0 64 40" aria-hidden="true"><use href="#whale" /></svg><span>whalepod</span></a>
       <nav class="tabs" aria-label="Views">
         <a href="#" aria-current=${view === "chat" ? "page" : undefined}>Chat</a>
         <a href="#board" aria-current=${view === "board" ? "page" : undefined}>Board</a>

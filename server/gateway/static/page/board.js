@@ -85,8 +85,7 @@ function Blocks({ stats }) {
   ];
   return html`<section class="card" aria-labelledby="blocks"><h3 id="blocks">KV blocks, ${whole(stats.num_blocks)} in all</h3>
     <div class="stack" aria-hidden="true">${parts.map(([name, colour, blocks]) => html`<${Bar} key=${name} colour=${colour} share=${blocks / (stats.num_blocks || 1)} />`)}</div>
-    <ul class="legend tall">${parts.map(([name, colour, blocks]) => html`<li key=${name}><i class="swatch ${colour}"></i>${name}
-      <b>${whole(blocks)}</b></li>`)}</ul>
+    <ul class="legend tall">${parts.map(([name, colour, blocks]) => html`<li key=${name}><i class="swatch ${colour}"></i>${name + " "}<b>${whole(blocks)}</b></li>`)}</ul>
     <p class="note">${whole(stats.num_preemptions)} preemptions · ${whole(stats.prefix_cache_hits_tokens)} prompt tokens reused</p>
   </section>`;
 }
@@ -109,8 +108,8 @@ function Ranks({ ranks }) {
       <thead><tr><th scope="col">rank</th><th scope="col">running</th><th scope="col">waiting</th><th scope="col">blocks in use</th><th scope="col">tokens</th></tr></thead>
       <tbody>${ranks.map((rank) => html`<tr key=${rank.rank}>
         <th scope="row">${rank.rank}</th><td>${rank.num_running}</td><td>${rank.num_waiting}</td>
-        <td><div class="track"><${Bar} colour="c1" share=${rank.num_owned_blocks / (rank.num_blocks || 1)} /></div>
-          ${percent(rank.num_owned_blocks / (rank.num_blocks || 1))}</td>
+        <td><div class="level"><div class="track"><${Bar} colour="c1" share=${rank.num_owned_blocks / (rank.num_blocks || 1)} /></div>
+          ${percent(rank.num_owned_blocks / (rank.num_blocks || 1))}</div></td>
         <td>${whole(rank.prompt_tokens + rank.generation_tokens)}</td></tr>`)}</tbody>
     </table></div>
   </section>`;

@@ -57,7 +57,7 @@ function options(series, format, width, onIndex) {
       { ...axis, size: 24, space: 90, values: clock },
       { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => format(tick)) },
     ],
-    padding: [6, 8, 0, 0],
+    padding: [6, 22, 0, 0],
   };
 }
 
