@@ -457,6 +457,7 @@ def test_nothing_is_wider_than_a_small_telephone(browser: Browser, engine: FakeE
             assert page.evaluate(TOO_WIDE) == [], view
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [NARROW["width"], 1200])
 def test_axe_finds_nothing_serious(

@@ -104,7 +104,7 @@ function Speculation({ speculation }) {
 
 function Ranks({ ranks }) {
   return html`<section class="card" aria-labelledby="ranks"><h3 id="ranks">Load of each rank</h3>
-    <div class="scroll"><table>
+    <div class="scroll" tabindex="0" role="region" aria-labelledby="ranks"><table>
       <thead><tr><th scope="col">rank</th><th scope="col">running</th><th scope="col">waiting</th><th scope="col">blocks in use</th><th scope="col">tokens</th></tr></thead>
       <tbody>${ranks.map((rank) => html`<tr key=${rank.rank}>
         <th scope="row">${rank.rank}</th><td>${rank.num_running}</td><td>${rank.num_waiting}</td>

@@ -29,7 +29,7 @@ export function renderMarkdown(text) {
     link.target = "_blank";
     link.rel = "noopener noreferrer";
   }
-  for (const table of fragment.querySelectorAll("table")) wrap(table, "scroll");
+  for (const table of fragment.querySelectorAll("table")) wrap(table, "scroll").tabIndex = 0;
   for (const block of fragment.querySelectorAll("pre")) addBar(block);
   const holder = document.createElement("div");
   holder.append(fragment);
