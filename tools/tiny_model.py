@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 128,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 64,
     "n_routed_experts": 16,
     "n_shared_experts": 1,

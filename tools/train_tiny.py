@@ -50,8 +50,9 @@ class TrainConfig:
     )
     batch_tokens: Annotated[int, "tokens of one pass"] = 2_048
     passes_per_step: int = 2
-    learning_rate: float = 4e-3
+    learning_rate: float = 2e-3
     warmup_steps: int = 60
+    short_share: Annotated[float, "first share of the first phase with short rows only"] = 0.15
     decay_share: Annotated[float, "last share of the first phase with falling rate"] = 0.5
     prompt_share: Annotated[float, "share of the prompt's tokens that are learnt, at 0.3"] = 0.15
     mtp_weight: Annotated[float, "weight of the MTP loss (V3 report: 0.3)"] = 0.3
@@ -263,7 +264,7 @@ class Trainer:
 
     def _stream(self) -> Iterator[Batch]:
         batches = Batches(self.config, self.tokenizer, self.config.seed + self.step)
-        batches.max_length = 192 if self.share_done < 0.08 else 1024
+        batches.max_length = 128 if self.share_done < self.config.short_share else LENGTHS[-1]
         return iter(batches)
 
     def _step_together(self, stream: Iterator[Batch]) -> None:
@@ -326,7 +327,7 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
         ("num_own_texts", 1_500),
         ("num_threads", 1),
         ("seed", 0),
-        ("learning_rate", 4e-3),
+        ("learning_rate", 2e-3),
         ("minutes_per_check", 10.0),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
