@@ -41,7 +41,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         yield
-        gateway.offload.close()
+        await gateway.close()
 
     app = FastAPI(
         title="whalepod",

@@ -20,6 +20,7 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
+from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import seed_of_branch
@@ -124,6 +125,7 @@ def make_core(
     max_model_len: int = 512,
     model: FakeModel | None = None,
     hooks: bool = False,
+    grammars: GrammarStore | None = None,
     **scheduler_options: Any,
 ) -> EngineCore:
     """Build an engine around the fake model; unwritten cache rows are NaN."""
@@ -152,6 +154,7 @@ def make_core(
         runner,
         info,
         hooks=TestHooks(encode=encode_letters, eos_token_id=EOS) if hooks else None,
+        grammars=grammars,
     )
 
 
