@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from tests.gateway.conftest import write_tokenizer
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.families.transcripts import block, cut_at, v31_call
 from tests.gateway.serving import serving, wait_until
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
@@ -28,6 +29,7 @@ ARGUMENTS = (
 AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text()
 DEADLINE_MS = 30_000
 NARROW = {"width": 360, "height": 720}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 VIEWS = ("chat", "settings", "list", "board")
 TOO_WIDE = """() => [...document.querySelectorAll("#app > *, main > *, .wide > *, .panel > *")]
     .filter(element => element.getBoundingClientRect().right > innerWidth + 0.5)
@@ -221,53 +223,37 @@ def test_a_failure_in_the_middle_keeps_the_text_and_says_why(page: Page) -> None
     finished(page)
 
 
-def sse(*deltas: dict[str, Any], finish: str) -> str:
-    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
-    choices.append({"index": 0, "delta": {}, "finish_reason": finish})
-    frames = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
-    return "".join(frames) + "data: [DONE]\n\n"
-
-
-def test_thoughts_and_tool_calls_are_folded_and_results_go_back(page: Page) -> None:
-    """The wire format is the API's; what a model writes for it is the parsers' business."""
-    call = {"index": 0, "id": "call_1", "type": "function"}
-    answers = [
-        sse(
-            {"role": "assistant", "content": ""},
-            {"reasoning_content": "I need ", "reasoning": "I need "},
-            {"reasoning": "a tool."},
-            {"tool_calls": [{**call, "function": {"name": "weather", "arguments": ""}}]},
-            {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": "Ha'}}]},
-            {"tool_calls": [{"index": 0, "function": {"arguments": 'ngzhou"}'}}]},
-            finish="tool_calls",
-        ),
-        sse({"content": "Sunny."}, finish="stop"),
-    ]
+def test_thoughts_and_tool_calls_are_folded_and_results_go_back(
+    page: Page, engine: FakeEngine
+) -> None:
     bodies: list[dict[str, Any]] = []
-
-    def answer(route: Route) -> None:
-        bodies.append(route.request.post_data_json)
-        kind = {"content-type": "text/event-stream"}
-        route.fulfill(status=200, headers=kind, body=answers[len(bodies) - 1])
-
-    page.route("**/v1/chat/completions", answer)
+    page.on("request", lambda r: r.method == "POST" and bodies.append(r.post_data_json))
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Thinking").select_option("on")
+    page.get_by_label("Tools").fill(json.dumps([WEATHER]))
+    call = block(v31_call("weather", '{"city": "Hangzhou"}'))
+    script(page, "I need ", "a tool.", "</think>", *cut_at(call, range(1, len(call))))
     send(page, "Weather?")
 
     thoughts = page.locator("details", has_text="Thoughts")
     expect(thoughts.get_by_text("I need a tool.")).to_be_hidden()
     thoughts.locator("summary").click()
     expect(thoughts.get_by_text("I need a tool.")).to_be_visible()
-    expect(page.locator("details", has_text="Calls weather").locator("pre")).to_contain_text(
-        '"city": "Hangzhou"'
-    )
+    shown = page.locator("details", has_text="Calls weather")
+    expect(shown.locator("pre")).to_contain_text('"city": "Hangzhou"')
+    finished(page)
+    expect(status(page)).to_have_text("The model calls weather.")
+    script(page, "</think>Sunny.")
     page.get_by_label("Result of weather").fill("25 degrees")
     page.get_by_role("button", name="Send results").click()
 
     expect(messages(page).last.locator(".prose")).to_have_text("Sunny.")
     asked, result = bodies[1]["messages"][1:]
-    assert asked["tool_calls"][0]["function"]["arguments"] == '{"city": "Hangzhou"}'
+    (wire_call,) = asked["tool_calls"]
+    assert wire_call["function"]["arguments"] == '{"city": "Hangzhou"}'
     assert asked["reasoning_content"] == "I need a tool."
-    assert result == {"role": "tool", "tool_call_id": "call_1", "content": "25 degrees"}
+    assert result == {"role": "tool", "tool_call_id": wire_call["id"], "content": "25 degrees"}
+    assert "25 degrees" in engine.tokenizer.decode(engine.submitted[1].prompt_token_ids)
 
 
 def test_conversations_survive_a_reload_and_can_be_exported_and_deleted(page: Page) -> None:
