@@ -1,0 +1,38 @@
+"""What a user may say about speculation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+MAX_DRAFT_TOKENS = 4
+"""Guesses of one sequence in a step; attention kernels see one query token more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """How many tokens are guessed ahead, by whom, and how guesses are judged."""
+
+    speculation: Annotated[
+        Literal["auto", "adaptive", "fixed", "off"],
+        "auto: fixed if --num-speculative-tokens is given, else adaptive for models with an MTP "
+        "layer",
+    ] = "auto"
+    num_speculative_tokens: Annotated[
+        int | None, "tokens guessed ahead, 0..4; with --speculation adaptive: the most"
+    ] = None
+    speculation_method: Annotated[
+        Literal["auto", "mtp", "lookup"],
+        "mtp: the model's own layer; lookup: repetitions in the text; auto: per request the better",
+    ] = "auto"
+    speculation_acceptance: Annotated[
+        Literal["coupling", "rejection"],
+        "coupling: the same text as without speculation; rejection: the same distribution",
+    ] = "coupling"
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        if k is not None and not 0 <= k <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"num_speculative_tokens must be in 0..{MAX_DRAFT_TOKENS}, got {k}")
+        if self.speculation == "off" and k:
+            raise ValueError(f"speculation is off, but num_speculative_tokens is {k}: drop one")

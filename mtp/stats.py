@@ -1,0 +1,122 @@
+"""What is measured of drafts and steps, in integers: every rank of a group computes the same.
+
+Shares are in units of 1 / 65,536, times in microseconds. A step is summed up in one `StepRecord`;
+records of the ranks of a group add up to the group's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ONE = 1 << 16
+"""The share 1."""
+FIRST_GUESS = ONE * 3 // 4
+"""Acceptance that is assumed before the first draft was judged: high enough to try."""
+AVERAGE_OVER = 32
+"""Drafts after which an old average has lost 63 % of its weight."""
+TIME_SHIFT = 3
+"""A step time counts 1 / 8 in its average."""
+MAX_TIME_RATIO = 4
+"""A step that took longer was disturbed: it counts as so many averages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step of one rank."""
+
+    num_rows: int = 0
+    """Rows that sampled."""
+    num_tokens: int = 0
+    """Tokens computed, drafts included."""
+    is_decode: bool = False
+    """No row computed a piece of a prompt, so that times are comparable."""
+    num_judged: tuple[int, ...] = ()
+    """For each position: drafts that were judged, all before them being right."""
+    num_accepted: tuple[int, ...] = ()
+    num_passes: int = 0
+    """Full passes of the draft model."""
+    step_time_us: int = 0
+    draft_time_us: int = 0
+
+
+def count_by_position(
+    drafts: Sequence[tuple[int, int]],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Turn (drafts, right ones) of each row into counts of judged and of accepted by position."""
+    depth = max((num_drafts for num_drafts, _ in drafts), default=0)
+    judged, accepted = [0] * depth, [0] * depth
+    for num_drafts, num_accepted in drafts:
+        for position in range(min(num_accepted + 1, num_drafts)):
+            judged[position] += 1
+            accepted[position] += position < num_accepted
+    return tuple(judged), tuple(accepted)
+
+
+class AcceptanceAverage:
+    """The share of right drafts at each position, given that all before were right."""
+
+    __slots__ = ("shares",)
+
+    def __init__(self, depth: int, first_guess: int = FIRST_GUESS) -> None:
+        self.shares = [first_guess] * depth
+
+    def observe(self, num_judged: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Move each average towards the share of a step, the further the more were judged."""
+        for position, judged in enumerate(num_judged[: len(self.shares)]):
+            if judged:
+                share = num_accepted[position] * ONE // judged
+                weight = min(judged, AVERAGE_OVER // 2)
+                old = self.shares[position]
+                self.shares[position] = old + (share - old) * weight // AVERAGE_OVER
+
+    def expected_tokens(self, depth: int) -> int:
+        """Return how many tokens a step with `depth` drafts yields, times 65,536."""
+        total = reached = ONE
+        for share in self.shares[:depth]:
+            reached = reached * share // ONE
+            total += reached
+        return total
+
+
+class TimeAverages:
+    """Average time by size of a step, interpolated where a size was not measured."""
+
+    __slots__ = ("_times_us",)
+
+    def __init__(self) -> None:
+        self._times_us: dict[int, int] = {}
+
+    def observe(self, size: int, time_us: int) -> None:
+        """Take the time of a step of `size`."""
+        bucket = size_bucket(size)
+        old = self._times_us.get(bucket)
+        if old is None:
+            self._times_us[bucket] = max(time_us, 1)
+        else:
+            time_us = min(time_us, MAX_TIME_RATIO * old)
+            self._times_us[bucket] = max(old + ((time_us - old) >> TIME_SHIFT), 1)
+
+    def estimate(self, size: int) -> int | None:
+        """Return the time of a step of `size`; None before the first measurement.
+
+        Beyond the largest measured size it is the time of that one: too little, so that a larger
+        size is tried, and measured.
+        """
+        bucket = size_bucket(size)
+        known = self._times_us
+        if bucket in known:
+            return known[bucket]
+        below = max((b for b in known if b < bucket), default=None)
+        above = min((b for b in known if b > bucket), default=None)
+        if below is None or above is None:
+            nearest = above if below is None else below
+            return None if nearest is None else known[nearest]
+        slope = known[above] - known[below]
+        return known[below] + slope * (bucket - below) // (above - below)
+
+
+def size_bucket(size: int) -> int:
+    """Round a size up: exact up to 8, then in steps of an eighth to a quarter."""
+    step = 1 << max(size.bit_length() - 3, 0) if size > 8 else 1
+    return -(-size // step) * step
