@@ -30,6 +30,24 @@ class SpeculationConfig:
         "coupling: the same text as without speculation; rejection: the same distribution",
     ] = "coupling"
 
+    @property
+    def is_off(self) -> bool:
+        """Whether no model gets drafts."""
+        return self.speculation == "off" or self.num_speculative_tokens == 0
+
+    @property
+    def is_fixed(self) -> bool:
+        if self.speculation == "auto":
+            return self.num_speculative_tokens is not None
+        return self.speculation == "fixed"
+
+    @property
+    def max_depth(self) -> int:
+        """Return the fixed depth, or the largest of the adaptive choice."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        return 1 if self.is_fixed else MAX_DRAFT_TOKENS
+
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
         if k is not None and not 0 <= k <= MAX_DRAFT_TOKENS:

@@ -10,7 +10,9 @@ from typing import Annotated
 class SchedulerConfig:
     max_num_seqs: Annotated[int, "sequences that run at once"] = 64
     max_num_batched_tokens: Annotated[int, "prompt and decode tokens of one step together"] = 512
-    max_model_len: Annotated[int, "tokens of prompt and answer together"] = 4096
+    max_model_len: Annotated[
+        int, "tokens of prompt and answer together; 0: as long as the model allows"
+    ] = 0
     max_num_queued_reqs: Annotated[int, "requests that wait; one more is refused with a 429"] = 1024
     enable_prefix_caching: Annotated[bool, "share the blocks of equal prefixes"] = True
     max_admission_skips: Annotated[
@@ -18,9 +20,13 @@ class SchedulerConfig:
     ] = 16
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_model_len", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must give one token to "

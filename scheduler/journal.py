@@ -131,14 +131,18 @@ class RecordedScheduler(Scheduler):
         self._file.write(_pack(frame))
 
 
-def replay(file: BinaryIO) -> Divergence | None:
+def replay(
+    file: BinaryIO, new_scheduler: Callable[..., Scheduler] = Scheduler
+) -> Divergence | None:
     """Feed a journal to a fresh scheduler; return the first difference, None if there is none.
+
+    `new_scheduler` makes it; a subclass sees every input (a replay that runs the model, too).
 
     A last frame that was cut off ends the replay. Raises JournalError for another format or
     version, or a damaged file.
     """
     frames = _frames(file)
-    scheduler = _fresh_scheduler(next(frames, None))
+    scheduler = _fresh_scheduler(next(frames, None), new_scheduler)
     for number, (name, arguments) in enumerate(frames, start=1):
         step = scheduler.stats().num_steps
         replayed = _call(scheduler, name, arguments)
@@ -170,14 +174,16 @@ def _frames(file: BinaryIO) -> Iterator[tuple[Any, ...]]:
         raise JournalError(f"the journal is damaged: {error}") from error
 
 
-def _fresh_scheduler(header: tuple[Any, ...] | None) -> Scheduler:
+def _fresh_scheduler(
+    header: tuple[Any, ...] | None, new_scheduler: Callable[..., Scheduler]
+) -> Scheduler:
     if header is None or header[:2] != (FORMAT, VERSION):
         found = "nothing" if header is None else f"{header[:2]!r}"
         raise JournalError(f"expected {(FORMAT, VERSION)!r} at the start, found {found}")
     settings = dict(header[2])
     config = SchedulerConfig(**settings.pop("config"))
     eos_token_ids = frozenset(settings.pop("eos_token_ids"))
-    return Scheduler(config, eos_token_ids=eos_token_ids, **settings)
+    return new_scheduler(config, eos_token_ids=eos_token_ids, **settings)
 
 
 def _call(scheduler: Scheduler, name: str, arguments: tuple[Any, ...]) -> tuple[str, str]:

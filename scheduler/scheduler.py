@@ -41,6 +41,7 @@ class Scheduler:
 
         Raises ValueError when there is no block.
         """
+        assert config.max_model_len > 0, "max_model_len is settled by whoever loads the model"
         self.config = config
         self.block_tokens = block_tokens
         self.eos_token_ids = eos_token_ids
@@ -345,6 +346,8 @@ class Scheduler:
         num_live = len(running) + len(waiting)
         num_known = len(self._sequences)
         assert num_live == num_known, f"{num_live} sequences run or wait, {num_known} are known"
+        cancelled = [request.request_id for request in self._cancelled]
+        assert self._in_flight or not cancelled, f"{cancelled} wait for a step, none is in flight"
         queued = [r.request_id for r in self._requests.values() if not r.was_admitted]
         num_queued = self._num_queued_requests
         assert num_queued == len(queued), f"{num_queued} requests are counted in {queued}"

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +23,10 @@ from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.source import SourceError, resolve_model
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
+from whalepod.mtp.config import SpeculationConfig
+from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
+from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS, Drafter
+from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
@@ -34,12 +38,15 @@ from whalepod.server.engine.core import EngineCore, TestHooks
 from whalepod.server.engine.runner import Runner, RunnerSequence
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import SamplingState
+from whalepod.server.engine.speculation import Speculator
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
 
 EMBEDDED_MODEL = "tiny"
 SHARE_OF_FREE_MEMORY = 0.5
 """What the cache may take of the memory that is free once the weights are loaded."""
+DEFAULT_CACHE_BYTES = 4 << 30
+"""The most that it takes unasked; pages count only once they are written."""
 ANY_CHUNK = 2**31
 """Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
 CANARY_POSITIONS = 2 * BLOCK_TOKENS
@@ -68,23 +75,24 @@ def _build_engine(config: EngineConfig) -> EngineCore:
     if config.device.num_threads:
         torch.set_num_threads(config.device.num_threads)
     loaded = load_model(config)
+    config = loaded.engine_config
     model_config, limits = loaded.config, config.scheduler
-    _check_length(limits, model_config)
     cache = _new_cache(config, loaded)
     num_blocks = cache.rows_LPBC.shape[1]
     eos_token_ids = _eos_token_ids(loaded)
     journal = _open_journal(config.record)
-    runner = Runner(
-        loaded.model,
-        cache,
-        Sampler(loaded.kernels),
-        BatchBuilder(
-            max_tokens=limits.max_num_batched_tokens,
-            max_rows=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-        ),
+    sampler = Sampler(
+        loaded.kernels, by_rejection=config.speculation.speculation_acceptance == "rejection"
     )
-    warm_up(runner, limits)
+    batches = BatchBuilder(
+        max_tokens=limits.max_num_batched_tokens,
+        max_rows=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+    )
+    speculator = _new_speculator(loaded, cache, batches, sampler)
+    runner = Runner(loaded.model, cache, sampler, batches, speculator)
+    max_depth = config.speculation.max_depth if speculator else 0
+    warm_up(runner, limits, max_depth)
     info = EngineInfo(
         model_type=model_config.model_type,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
@@ -98,11 +106,13 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         weights_bytes=loaded.weights_bytes,
         kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
         load_seconds=time.monotonic() - started,
+        speculation=_describe(config.speculation) if speculator else "off",
     )
     return EngineCore(
         _new_scheduler(config, num_blocks, eos_token_ids, loaded, journal),
         runner,
         info,
+        depth=_new_depth(config.speculation) if speculator else None,
         seed=config.source.seed,
         hooks=_new_hooks(config, loaded.folder, eos_token_ids),
         journal=journal,
@@ -118,9 +128,17 @@ class LoadedModel:
 
     model: DeepseekV3
     config: ModelConfig
+    engine_config: EngineConfig
+    """What was asked for, with the model's own limits in place of zeros."""
     kernels: Kernels
     folder: Path
     weights_bytes: int
+    mtp: MtpModule | None = None
+    """The layer that drafts, if speculation uses it."""
+
+    @property
+    def num_cache_layers(self) -> int:
+        return self.config.num_layers + (self.mtp is not None)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -128,6 +146,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     source, is_dummy = config.source, config.source.load_format == "dummy"
     folder = resolve_model(source.model, source.revision, with_weights=not is_dummy)
     model_config = load_config(folder)
+    config = replace(config, scheduler=settle_length(config.scheduler, model_config))
     dtype = _choose_dtype(source, model_config)
     kernels = choose_kernels(config.device, dtype)
     weights: Weights
@@ -142,14 +161,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
         max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
     )
+    mtp = None
+    if _wants_mtp(config.speculation, model_config):
+        mtp = _load_mtp(model, weights, kernels)
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
         model=model,
         config=model_config,
+        engine_config=config,
         kernels=kernels,
         folder=folder,
         weights_bytes=weights.bytes_read,
+        mtp=mtp,
     )
 
 
@@ -217,23 +241,89 @@ def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
     return frozenset(loaded.config.eos_token_ids).union(ids)
 
 
+# -- speculation --------------------------------------------------------------------------------
+
+
+def _wants_mtp(speculation: SpeculationConfig, config: ModelConfig) -> bool:
+    """Say whether the model's own layer drafts. Raises StartupError if it must and is not there."""
+    if speculation.is_off or speculation.speculation_method == "lookup":
+        return False
+    if config.num_mtp_layers:
+        return True
+    if speculation.speculation_method == "mtp":
+        raise StartupError(
+            "--speculation-method mtp needs a multi-token-prediction layer, and config.json has "
+            "num_nextn_predict_layers = 0: use --speculation-method lookup"
+        )
+    return False
+
+
+def _load_mtp(model: DeepseekV3, weights: Weights, kernels: Kernels) -> MtpModule | None:
+    """Load the first module; more of them are left, since its own state can be fed back.
+
+    A checkpoint that lacks the whole layer, as some quantised ones do, is served without drafts;
+    one that has a part of it raises WeightsError.
+    """
+    names: tuple[str, ...] = ()
+    if isinstance(weights, CheckpointWeights):
+        names = weights.mtp_names()
+        if not names:
+            logger.warning(
+                "config.json names %d multi-token-prediction layers, but the checkpoint has no "
+                "tensor of them: no drafts",
+                model.config.num_mtp_layers,
+            )
+            return None
+    module = MtpModule(model, weights, kernels)
+    if isinstance(weights, CheckpointWeights) and (unused := weights.unused_mtp_names(0)):
+        raise WeightsError(
+            f"{unused[0]} is unexpected (and {len(unused) - 1} more): the multi-token-prediction "
+            "layer that config.json describes has no place for it"
+        )
+    return module
+
+
+def _new_speculator(
+    loaded: LoadedModel, cache: LatentCache, batches: BatchBuilder, sampler: Sampler
+) -> Speculator | None:
+    if loaded.mtp is None:
+        return None
+    drafter = Drafter(loaded.mtp, cache, batches, hidden_size=loaded.config.hidden_size)
+    return Speculator(drafter, sampler)
+
+
+def _new_depth(speculation: SpeculationConfig) -> Depth:
+    if speculation.is_fixed:
+        return FixedDepth(speculation.max_depth)
+    return AdaptiveDepth(speculation.max_depth)
+
+
+def _describe(speculation: SpeculationConfig) -> str:
+    kind = "fixed at" if speculation.is_fixed else "adaptive up to"
+    return f"mtp, {kind} {speculation.max_depth}, {speculation.speculation_acceptance}"
+
+
 # -- memory -------------------------------------------------------------------------------------
 
 
-def _check_length(limits: SchedulerConfig, config: ModelConfig) -> None:
+def settle_length(limits: SchedulerConfig, config: ModelConfig) -> SchedulerConfig:
+    """Return the limits with the model's own length where none was given."""
+    if not limits.max_model_len:
+        return replace(limits, max_model_len=config.max_position_embeddings)
     if limits.max_model_len > config.max_position_embeddings:
         raise StartupError(
             f"max_model_len ({limits.max_model_len}) is over the model's "
             f"max_position_embeddings ({config.max_position_embeddings}): lower --max-model-len"
         )
+    return limits
 
 
 def _new_cache(config: EngineConfig, loaded: LoadedModel) -> LatentCache:
     model_config, dtype = loaded.config, loaded.model.dtype
-    row_bytes = model_config.num_layers * model_config.cache_row_width * dtype.itemsize
+    row_bytes = loaded.num_cache_layers * model_config.cache_row_width * dtype.itemsize
     num_blocks = count_blocks(config, block_bytes=row_bytes * BLOCK_TOKENS)
     return LatentCache(
-        num_layers=model_config.num_layers,
+        num_layers=loaded.num_cache_layers,
         num_blocks=num_blocks,
         row_width=model_config.cache_row_width,
         dtype=dtype,
@@ -248,7 +338,7 @@ def count_blocks(config: EngineConfig, *, block_bytes: int) -> int:
     """
     limits, given_bytes = config.scheduler, config.device.kv_cache_memory_bytes
     num_usable = limits.max_num_seqs * -(-limits.max_model_len // BLOCK_TOKENS)
-    free_bytes = int(available_memory_bytes() * SHARE_OF_FREE_MEMORY)
+    free_bytes = min(int(available_memory_bytes() * SHARE_OF_FREE_MEMORY), DEFAULT_CACHE_BYTES)
     num_blocks = given_bytes // block_bytes if given_bytes else free_bytes // block_bytes
     if num_blocks < 1:
         raise StartupError(
@@ -279,6 +369,7 @@ def _new_scheduler(
     journal: BinaryIO | None,
 ) -> Scheduler:
     prefix_seed = f"{loaded.folder}/{config.source}".encode()
+    num_lookback_tokens = NUM_LOOKBACK_TOKENS if loaded.mtp is not None else 0
     if journal is None:
         return Scheduler(
             config.scheduler,
@@ -286,6 +377,7 @@ def _new_scheduler(
             eos_token_ids=eos_token_ids,
             prefix_seed=prefix_seed,
             block_tokens=BLOCK_TOKENS,
+            num_lookback_tokens=num_lookback_tokens,
         )
     return RecordedScheduler(
         config.scheduler,
@@ -294,6 +386,7 @@ def _new_scheduler(
         eos_token_ids=eos_token_ids,
         prefix_seed=prefix_seed,
         block_tokens=BLOCK_TOKENS,
+        num_lookback_tokens=num_lookback_tokens,
     )
 
 
@@ -319,21 +412,23 @@ def _new_hooks(
     return TestHooks(encode=load_encode(folder), eos_token_id=min(eos_token_ids))
 
 
-def warm_up(runner: Runner, limits: SchedulerConfig) -> None:
+def warm_up(runner: Runner, limits: SchedulerConfig, num_drafts: int = 0) -> None:
     """Run one step of each kind, so that the first request does not wait for a compiler.
 
-    Its rows go to the first blocks of the cache, which nobody has yet.
+    Its rows go to the first block of the cache, which nobody has yet.
     """
+    num_places = min(BLOCK_TOKENS, limits.max_model_len)
     for params in (SamplingParams(temperature=0, logprobs=1), SamplingParams(top_p=0.9, seed=0)):
         runner.add(0, RunnerSequence(state=SamplingState(params, [0], 0)))
         for num_tokens in (1, 2, min(BLOCK_TOKENS, limits.max_num_batched_tokens)):
-            num_tokens = min(num_tokens, limits.max_model_len)
+            num_tokens = min(num_tokens, num_places)
             row = Row(
                 sequence_id=0,
                 token_ids=(0,) * num_tokens,
                 start=0,
                 block_ids=(0,),
                 sample=True,
+                num_drafts_wanted=min(num_drafts, num_places - num_tokens),
             )
             runner.run(Plan(step=0, rows=(row,)))
         runner.drop(0)

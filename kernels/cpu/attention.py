@@ -28,8 +28,8 @@ from whalepod.kernels.interface import BLOCK_TOKENS
 CHUNK_TOKENS = 512
 """Keys of one item; a multiple of the block."""
 
-HEADS_PER_ITEM = 8
-"""Heads that share one pass over the keys."""
+MAX_HEADS_PER_ITEM = 16
+"""The most heads that share one pass over the keys."""
 
 _BLOCK_TOKENS = BLOCK_TOKENS
 
@@ -132,39 +132,40 @@ def _write_head(o, stats, rank, has_keys, out, lse):
 
 def _attention_region(block):
     """Arguments: T, N, C, R, B, M, chunks that are computed apart (0: one thread walks them all),
-    first key, q, its strides of T and N, cache, query_start, context_lens, block_tables, out, lse,
-    and scratch: partial o f32 [T, N, chunks, R], partial stats f32 [T, N, chunks, 2], per thread
-    f32 [2 * 8 * (512 + R + 2)]; softmax scale.
+    first key, heads per item, q, its strides of T and N, cache, query_start, context_lens,
+    block_tables, out, lse, and scratch: partial o f32 [T, N, chunks, R], partial stats f32
+    [T, N, chunks, 2], per thread f32 [2 * heads per item * (512 + R + 2)]; softmax scale.
     """
     num_tokens, num_heads = argument(block, 0), argument(block, 1)
     width, rank, num_requests = argument(block, 2), argument(block, 3), argument(block, 4)
     table_width, num_chunks, first_key = argument(block, 5), argument(block, 6), argument(block, 7)
-    q = pointer_like(block, argument(block, 8))
-    token_stride, head_stride = argument(block, 9), argument(block, 10)
-    cache = pointer_like(block, argument(block, 11))
-    query_start, context_lens = i32_pointer(argument(block, 12)), i32_pointer(argument(block, 13))
-    tables = i32_pointer(argument(block, 14))
-    out, lse = pointer_like(block, argument(block, 15)), f32_pointer(argument(block, 16))
-    partial_o, partial_stats = f32_pointer(argument(block, 17)), f32_pointer(argument(block, 18))
-    own_floats = 2 * HEADS_PER_ITEM * (CHUNK_TOKENS + rank + 2)
-    own_address = argument(block, 19) + take(block, 3) * own_floats * 4
+    heads_per_item = argument(block, 8)
+    q = pointer_like(block, argument(block, 9))
+    token_stride, head_stride = argument(block, 10), argument(block, 11)
+    cache = pointer_like(block, argument(block, 12))
+    query_start, context_lens = i32_pointer(argument(block, 13)), i32_pointer(argument(block, 14))
+    tables = i32_pointer(argument(block, 15))
+    out, lse = pointer_like(block, argument(block, 16)), f32_pointer(argument(block, 17))
+    partial_o, partial_stats = f32_pointer(argument(block, 18)), f32_pointer(argument(block, 19))
+    own_floats = 2 * heads_per_item * (CHUNK_TOKENS + rank + 2)
+    own_address = argument(block, 20) + take(block, 3) * own_floats * 4
     scores = f32_pointer(own_address)
-    p = pointer_like(block, own_address + HEADS_PER_ITEM * CHUNK_TOKENS * 4)
-    o = f32_pointer(own_address + 2 * HEADS_PER_ITEM * CHUNK_TOKENS * 4)
-    new_o = advance(o, HEADS_PER_ITEM * rank)
-    stats = advance(new_o, HEADS_PER_ITEM * rank)
-    new_stats = advance(stats, HEADS_PER_ITEM * 2)
-    scale = np.float32(argument_f64(block, 20))
+    p = pointer_like(block, own_address + heads_per_item * CHUNK_TOKENS * 4)
+    o = f32_pointer(own_address + 2 * heads_per_item * CHUNK_TOKENS * 4)
+    new_o = advance(o, heads_per_item * rank)
+    stats = advance(new_o, heads_per_item * rank)
+    new_stats = advance(stats, heads_per_item * 2)
+    scale = np.float32(argument_f64(block, 21))
 
-    head_groups = -(-num_heads // HEADS_PER_ITEM)
+    head_groups = -(-num_heads // heads_per_item)
     per_token = head_groups * max(num_chunks, 1)
     while True:
         item = take(block, 0)
         if item >= num_tokens * per_token:
             break
         token, group, apart = item // per_token, item % head_groups, item % per_token // head_groups
-        head = group * HEADS_PER_ITEM
-        heads = min(HEADS_PER_ITEM, num_heads - head)
+        head = group * heads_per_item
+        heads = min(heads_per_item, num_heads - head)
         request, num_keys = _count_keys(token, query_start, context_lens, num_requests)
         table = advance(tables, request * table_width)
         queries = advance(q, token * token_stride + head * head_stride)
@@ -222,4 +223,4 @@ def _attention_region(block):
         _write_head(first_o, first_stats, rank, num_keys > first_key, target, target_lse)
 
 
-ATTENTION = Region(_attention_region, "20qd")
+ATTENTION = Region(_attention_region, "21qd")

@@ -39,7 +39,7 @@ class Limits:
 
     linear_rows: int = 4
     heads_rows: int = 4
-    rows_per_expert: int = 8
+    rows_per_expert: int = 16
 
 
 class CpuKernels:
@@ -168,21 +168,24 @@ class CpuKernels:
         num_requests, table_width = block_tables_BM.shape
         out_TNR = torch.empty((num_tokens, num_heads, latent_rank), dtype=q_TNC.dtype)
         lse_TN = torch.empty((num_tokens, num_heads), dtype=torch.float32)
-        groups = num_tokens * -(-num_heads // attention.HEADS_PER_ITEM)
-        num_chunks = 0
-        if groups < 4 * self._team.num_threads:
+        heads_per_item, num_chunks = attention.MAX_HEADS_PER_ITEM, 0
+        if num_tokens < 4 * self._team.num_threads:
+            heads_per_item //= 2
             num_chunks = -(-table_width * BLOCK_TOKENS // attention.CHUNK_TOKENS)
-        partial = 4 * num_tokens * num_heads * num_chunks * (latent_rank + 2)
-        own = 8 * attention.HEADS_PER_ITEM * (attention.CHUNK_TOKENS + latent_rank + 2)
-        scratch = self._borrow(partial + own * self._team.num_threads)
-        stats = scratch + 4 * num_tokens * num_heads * num_chunks * latent_rank
+        num_items = num_tokens * -(-num_heads // heads_per_item) * max(num_chunks, 1)
+        num_partial = num_tokens * num_heads * num_chunks
+        num_own = 2 * heads_per_item * (attention.CHUNK_TOKENS + latent_rank + 2)
+        scratch = self._borrow(
+            4 * (num_partial * (latent_rank + 2) + num_own * self._team.num_threads)
+        )
+        stats = scratch + 4 * num_partial * latent_rank
         self._run(
-            attention.ATTENTION, q_TNC.dtype, groups * max(num_chunks, 1), num_tokens,
-            num_heads, width, latent_rank, num_requests, table_width, num_chunks, first_key,
+            attention.ATTENTION, q_TNC.dtype, num_items, num_tokens, num_heads, width,
+            latent_rank, num_requests, table_width, num_chunks, first_key, heads_per_item,
             q_TNC.data_ptr(), q_TNC.stride(0), q_TNC.stride(1), cache_PBC.data_ptr(),
-            query_start_B1.data_ptr(),
-            context_lens_B.data_ptr(), block_tables_BM.data_ptr(), out_TNR.data_ptr(),
-            lse_TN.data_ptr(), scratch, stats, scratch + partial, softmax_scale,
+            query_start_B1.data_ptr(), context_lens_B.data_ptr(), block_tables_BM.data_ptr(),
+            out_TNR.data_ptr(), lse_TN.data_ptr(), scratch, stats, stats + 8 * num_partial,
+            softmax_scale,
         )  # fmt: skip
         return out_TNR, lse_TN
 

@@ -14,8 +14,7 @@ from whalepod.scheduler.errors import RequestRejected
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
 from whalepod.scheduler.request import Request, Sequence as ScheduledSequence
 from whalepod.scheduler.scheduler import Scheduler
-from whalepod.server.engine.runner import Runner, RunnerSequence
-from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
+from whalepod.server.engine.runner import Runner, new_runner_sequence
 from whalepod.server.engine.scripted import Encode, Script
 from whalepod.server.engine.speculation import step_record
 from whalepod.server.messages import (
@@ -73,11 +72,15 @@ class EngineCore:
         journal  the file that the scheduler records to; flushed when idle, closed at the end
         """
         self.info = info
+        self.runner = runner
         self.is_stopping = False
         self._scheduler = scheduler
+<<<<<<< HEAD
         self._runner = runner
         self._depth = depth or FixedDepth(0)
         self._num_drafts = 0
+=======
+>>>>>>> main
         self._hooks = hooks
         self._journal = journal
         self._seeds = random.Random(seed)
@@ -118,8 +121,8 @@ class EngineCore:
         """Raise AssertionError unless every block and every sequence has exactly one owner."""
         self._scheduler.check()
         num_live = sum(len(sequence_ids) for sequence_ids in self._live.values())
-        assert self._runner.num_sequences == num_live, (
-            f"the runner keeps {self._runner.num_sequences} sequences, {num_live} are alive"
+        assert self.runner.num_sequences == num_live, (
+            f"the runner keeps {self.runner.num_sequences} sequences, {num_live} are alive"
         )
         assert self.has_work == bool(self._live), f"has_work is {self.has_work} with {self._live}"
 
@@ -137,7 +140,10 @@ class EngineCore:
     # -- messages in ----------------------------------------------------------------------------
 
     def receive(self, messages: Iterable[ToEngine]) -> list[ToGateway]:
-        """Take messages in their order; return what is answered at once (refusals, pongs)."""
+        """Take messages in their order; return what is answered at once.
+
+        These are refusals, pongs, and counters after an abort that leaves nothing to run.
+        """
         replies: list[ToGateway] = []
         for message in messages:
             reply = self._receive(message)
@@ -150,7 +156,7 @@ class EngineCore:
             case Submit():
                 return self._submit(message)
             case Abort(request_id=request_id):
-                self._abort(request_id)
+                return self._abort(request_id)
             case Ping(nonce=nonce):
                 return Pong(nonce=nonce, stats=self.stats)
             case Shutdown():
@@ -208,29 +214,23 @@ class EngineCore:
         return Script(test_steps, self._hooks.encode, self._hooks.eos_token_id)
 
     def _add_sequence(self, sequence: ScheduledSequence, script: Script | None) -> None:
-        params, index = sequence.request.params, sequence.index
-        assert params.seed is not None, "the seed is fixed when a request is taken"
-        state = SamplingState(
-            params,
-            sequence.request.prompt_token_ids,
-            seed_of_branch(params.seed, index),
-            self._scheduler.eos_token_ids.union(params.stop_token_ids),
-        )
-        wants_prompt_logprobs = index == 0 and params.prompt_logprobs is not None
-        self._runner.add(
-            sequence.sequence_id,
-            RunnerSequence(state=state, wants_prompt_logprobs=wants_prompt_logprobs, script=script),
-        )
+        new = new_runner_sequence(sequence, self._scheduler.eos_token_ids, script)
+        self.runner.add(sequence.sequence_id, new)
         if script is not None:
             self._scripts[sequence.sequence_id] = script
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str) -> StepOutputs | None:
+        """Free a request; without a step to come, say here what the counters are now."""
+        was_alive = request_id in self._live
         self._scheduler.cancel(request_id)
         for sequence_id in self._live.pop(request_id, ()):
             self._drop_sequence(sequence_id)
+        if self.has_work or not was_alive:
+            return None
+        return StepOutputs(outputs=(), stats=self.stats)
 
     def _drop_sequence(self, sequence_id: int) -> None:
-        self._runner.drop(sequence_id)
+        self.runner.drop(sequence_id)
         self._scripts.pop(sequence_id, None)
         self._held.pop(sequence_id, None)
 
@@ -257,14 +257,22 @@ class EngineCore:
     def _run(self, plan: Plan) -> tuple[Plan, StepResult]:
         """Run a step, once more if it fails. Returns the plan now in flight and its result."""
         try:
+<<<<<<< HEAD
             return plan, self._runner.run(plan)
+=======
+            return self.runner.run(plan)
+>>>>>>> main
         except Exception:
             logger.exception("step %d failed and is run again", plan.step)
         self._scheduler.finish_failed(plan.step)
         again = self._scheduler.step(self._num_drafts)
         assert again is not None, f"step {plan.step} failed and cannot be planned again"
         try:
+<<<<<<< HEAD
             return again, self._runner.run(again)
+=======
+            return self.runner.run(again)
+>>>>>>> main
         except Exception as error:
             logger.exception("step %d failed again: its requests end", again.step)
             message = f"the engine failed: {type(error).__name__}: {error}"

@@ -34,17 +34,18 @@ logger = logging.getLogger(__name__)
 def serve(core: EngineCore, server: EngineServer, should_stop: Callable[[], bool]) -> None:
     """Run the loop until a Shutdown comes or `should_stop`: receive, step, send.
 
-    Without work it sleeps until a message wakes it, and checks itself while it does.
+    When nothing can run it sleeps until a message wakes it, and checks itself while it does.
     """
-    has_rested = False
+    is_idle, has_rested = True, False
     while not core.is_stopping and not should_stop():
-        messages = server.receive(wait=not core.has_work)
-        if not messages and not core.has_work and not has_rested:
+        messages = server.receive(wait=is_idle)
+        if is_idle and not messages and not has_rested:
             core.rest()
             has_rested = True
         for reply in core.receive(messages):
             server.send(reply)
         outputs = core.step()
+        is_idle = outputs is None
         if outputs is not None:
             has_rested = False
             server.send(outputs)
@@ -74,19 +75,28 @@ def run(address: str, parent_pid: int, build: Build) -> int:
         return 1
     finally:
         server.close()
+        if os.getppid() != parent_pid:
+            _remove_socket(address)
 
 
 def _follow_parent(parent_pid: int, address: str) -> None:
-    """End this process when its launcher died: nobody else would. Leave no socket file behind."""
+    """End this process when its launcher died: nobody else would."""
     while os.getppid() == parent_pid:
         threading.Event().wait(PARENT_POLL_S)
+    _remove_socket(address)
+    os._exit(1)
+
+
+def _remove_socket(address: str) -> None:
+    """Remove the launcher's folder, which it cannot do any more."""
     path = address.removeprefix("ipc://")
     for remove, name in ((os.unlink, path), (os.rmdir, os.path.dirname(path))):
         try:
             remove(name)
+        except FileNotFoundError:
+            pass  # both threads may come here
         except OSError as error:
             logger.warning("left behind %s: %s", name, error)
-    os._exit(1)
 
 
 def main(arguments: Sequence[str], build: Build) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,9 +15,10 @@ from whalepod.models.cache import LatentCache
 from whalepod.mtp.verify import count_accepted
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row, RowResult, StepResult, TokenLogprob
+from whalepod.scheduler.request import Sequence
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.sampler import Sampler, Wanted, logprobs
-from whalepod.server.engine.sampling_state import SamplingState
+from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
 from whalepod.server.engine.scripted import Script, ScriptError
 from whalepod.server.engine.speculation import Speculator, TextEnd
 
@@ -50,6 +51,23 @@ class RunnerSequence:
         return self.state.params
 
 
+def new_runner_sequence(
+    sequence: Sequence, eos_token_ids: frozenset[int], script: Script | None = None
+) -> RunnerSequence:
+    """Return what the runner needs of a sequence that the scheduler has queued."""
+    request, params = sequence.request, sequence.request.params
+    assert params.seed is not None, "the seed is fixed when a request is taken"
+    state = SamplingState(
+        params,
+        request.prompt_token_ids,
+        seed_of_branch(params.seed, sequence.index),
+        eos_token_ids.union(params.stop_token_ids),
+    )
+    return RunnerSequence(
+        state=state, wants_prompt_logprobs=sequence.reports_prompt_logprobs, script=script
+    )
+
+
 @dataclass(slots=True)
 class _Rows:
     """Which rows of the hidden states a plan row owns, and which of them yield a token."""
@@ -62,7 +80,7 @@ class _Rows:
     error: str | None = None
 
     @property
-    def drafts(self) -> Sequence[int]:
+    def drafts(self) -> SequenceOf[int]:
         return self.row.token_ids[len(self.row.token_ids) - self.row.num_drafts :]
 
     @property
@@ -142,7 +160,7 @@ class Runner:
             draft_time_us=draft_ns // 1000,
         )
 
-    def _run_rows(self, rows: Sequence[Row]) -> tuple[tuple[RowResult, ...], int]:
+    def _run_rows(self, rows: SequenceOf[Row]) -> tuple[tuple[RowResult, ...], int]:
         """Return the results of rows and the nanoseconds spent on drafts."""
         batch = self._batches.build(rows)
         hidden_TH = self._model.forward(batch, self._cache)

@@ -103,6 +103,7 @@ def test_closing_the_iterator_frees_the_requests_blocks(tmp_path: Path, num_read
             await outputs.aclose()
 
             await until(lambda: not core.has_work)
+            await until(lambda: channel.stats.num_running == 0)  # told, without a question
             stats = await channel.ping(DEADLINE_S)
             assert (stats.num_running, stats.num_waiting, stats.num_owned_blocks) == (0, 0, 0)
             assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks

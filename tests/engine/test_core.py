@@ -255,8 +255,9 @@ def test_an_abort_frees_everything_at_every_point() -> None:
         submit(core, "a", text(60), SAMPLED, n=2)
         for _ in range(num_steps):
             core.step()
-        core.receive([Abort(request_id="a")])
+        (told,) = core.receive([Abort(request_id="a")])
 
+        assert told == StepOutputs(outputs=(), stats=core.stats)
         assert not core.has_work
         core.check()
         assert core.stats.num_owned_blocks == 0

@@ -14,6 +14,7 @@ from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.journal import replay
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.engine.local import Engine, Generation
+from whalepod.server.engine.replay import Difference, replay_with_model
 from whalepod.server.engine.script_text import load_encode
 from whalepod.server.errors import RequestRejected, StartupError
 from whalepod.server.gateway.tokenizer import TextTokenizer
@@ -99,14 +100,39 @@ def test_more_prompts_than_the_queue_holds_are_fed_in_turn(nano: str) -> None:
     assert len({answer.token_ids for answer in answers}) == 1
 
 
-def test_what_was_recorded_replays(nano: str, tmp_path: Path) -> None:
-    path = tmp_path / "journal"
+@pytest.fixture(scope="module")
+def journal(nano: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("journal") / "journal"
     with Engine(nano, **OPTIONS, record=str(path)) as engine:
-        engine.generate(PROMPTS, SAMPLED)
+        engine.generate([*PROMPTS, PROMPTS[2]], SAMPLED)
+        engine.generate(PROMPTS, replace(GREEDY, prompt_logprobs=1))
+    return path
 
-    assert path.stat().st_mode & 0o777 == 0o600
-    with path.open("rb") as file:
+
+def test_a_record_is_private_and_replays_without_a_model(journal: Path) -> None:
+    assert journal.stat().st_mode & 0o777 == 0o600
+    with journal.open("rb") as file:
         assert replay(file) is None
+
+
+def test_a_record_replays_with_the_model_to_the_bit(journal: Path, nano: str) -> None:
+    with journal.open("rb") as file, Engine(nano, **OPTIONS) as engine:
+        assert replay_with_model(file, engine._core.runner) is None
+        assert engine._core.runner.num_sequences == 0
+
+
+def test_a_replay_with_another_model_names_the_first_step_that_differs(
+    journal: Path, nano: str
+) -> None:
+    with (
+        journal.open("rb") as file,
+        Engine(nano, **OPTIONS, load_format="dummy", seed=99) as engine,
+    ):
+        difference = replay_with_model(file, engine._core.runner)
+
+    assert isinstance(difference, Difference)
+    assert difference.step == 1
+    assert difference.recorded.token_ids != difference.computed.token_ids
 
 
 @pytest.mark.parametrize(

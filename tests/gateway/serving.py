@@ -12,7 +12,7 @@ from time import monotonic, sleep
 import uvicorn
 from fastapi import FastAPI
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from starlette.testclient import TestClient
 
 from tests.gateway.conftest import BOS
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
-from tests.gateway.wire import choices_of, complete, stream
+from tests.gateway.wire import choices_of, complete, post, stream
 
 
 def test_prompts_of_every_form(client: TestClient, engine: FakeEngine) -> None:
@@ -84,11 +84,17 @@ def test_a_prompt_may_fill_the_whole_context_when_nothing_is_generated(client: T
 def test_prompt_and_answer_ids_are_returned_on_request(
     client: TestClient, engine: FakeEngine
 ) -> None:
-    choices = complete(client, ["a", "bb"], n=2, return_token_ids=True)["choices"]
+    fields = {"prompt": ["a", "bb"], "n": 2, "return_token_ids": True, "echo": True}
+    choices = post(client, "/v1/completions", **fields)["choices"]
+    events = stream(client, "/v1/completions", **fields)
 
-    prompts = [list(submit.prompt_token_ids) for submit in engine.submitted]
+    prompts = [list(submit.prompt_token_ids) for submit in engine.submitted[:2]]
     assert [c["prompt_token_ids"] for c in choices] == [p for p in prompts for _ in range(2)]
-    assert all(c["token_ids"] for c in choices)
+    for choice in choices:
+        chunks = [c for c in choices_of(events) if c["index"] == choice["index"]]
+        assert chunks[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert [i for c in chunks for i in c.get("token_ids", [])] == choice["token_ids"]
+        assert len(choice["token_ids"]) == 16
 
 
 def test_usage_counts_each_prompt_once(client: TestClient) -> None:

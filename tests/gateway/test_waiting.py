@@ -37,6 +37,8 @@ def test_b101_a_silent_stream_pings_and_nothing_follows_its_end(tokenizer: TextT
 
         async def send(message: Message) -> None:
             sent.append(message)
+            if message.get("more_body") is False:
+                await asyncio.sleep(0.02)  # a slow client: time enough for twenty pings
             if [m.get("body") for m in sent].count(b": ping\n\n") == 3:
                 pinged.set()
 

@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 NUM_ROWS = [0, 1, 2, 3, 4, 5, 8, 16, 33]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 5e-3}
 
-CPU = CpuKernels(num_threads=2)
+CPU = CpuKernels(num_threads=1)
 REFERENCE = ReferenceKernels()
 
 cases = pytest.mark.parametrize(

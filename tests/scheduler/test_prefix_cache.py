@@ -66,6 +66,29 @@ def test_text_that_leaves_a_cached_block_in_its_middle_copies_the_rows_before(
     assert serve(engine, "again", (1, 1, 1, 1, 2, 2, 2, 2)).rows[0].start == 7
 
 
+def test_block_whose_copy_failed_is_not_found_by_others(engine: SimulatedEngine) -> None:
+    serve(engine, "a", (1, 2, 3))
+    engine.scheduler.add(make_request("b", (1, 2, 5, 5)))
+    plan = engine.step()
+    assert plan is not None
+    assert len(plan.copies) == 1
+    engine.fail(plan)
+    engine.scheduler.cancel("b")
+    assert len(list(engine.scheduler.tree.nodes())) == 1
+    serve(engine, "c", (1, 2, 5, 5))
+
+
+def test_copied_block_is_kept_while_another_copy_of_it_is_pending(engine: SimulatedEngine) -> None:
+    serve(engine, "a", (1, 2, 3))
+    for name, prompt in (("fuller", (1, 2, 3, 4, 5)), ("other", (1, 2, 5, 5))):
+        engine.scheduler.add(make_request(name, prompt))
+    plan = engine.run_step()
+    assert plan is not None
+    assert len({copy.source for copy in plan.copies}) == 1
+    assert len(plan.copies) == 2
+    engine.run()
+
+
 def test_next_turn_finds_the_generated_tokens_of_the_last(engine: SimulatedEngine) -> None:
     prompt = text(1, 10)
     serve(engine, "first", prompt, max_tokens=9, ignore_eos=True)

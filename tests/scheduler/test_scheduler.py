@@ -235,19 +235,18 @@ def test_run_of_accepted_tokens_is_cut_at_the_first_end(
 
 def test_blocks_of_rejected_drafts_are_returned_and_their_positions_computed_again() -> None:
     scheduler = make_scheduler(block_tokens=4)
-    scheduler.add(make_request("a", [1, 2, 3], max_tokens=20))
+    scheduler.add(make_request("a", [1, 2], max_tokens=20))
     plan = step(scheduler)
     result = RowResult(sequence_id=0, token_ids=(4,), draft_token_ids=(1, 2, 3))
     scheduler.finish(StepResult(step=plan.step, rows=(result,)))
     plan = step(scheduler)
     assert plan.rows[0].token_ids == (4, 1, 2, 3)
     assert (plan.rows[0].num_drafts, len(plan.rows[0].block_ids)) == (3, 2)
-    finish_with(scheduler, plan, (1, 5))
+    finish_with(scheduler, plan, (5,))
+    assert scheduler.stats().num_owned_blocks == 1
     scheduler.check()
     plan = step(scheduler)
-    assert (plan.rows[0].start, plan.rows[0].token_ids) == (5, (5,))
-    finish_with(scheduler, plan, (5,))
-    assert scheduler.stats().num_owned_blocks == 2
+    assert (plan.rows[0].start, plan.rows[0].token_ids) == (3, (5,))
 
 
 def test_drafts_preempt_nobody_when_blocks_are_short() -> None:
@@ -386,6 +385,36 @@ def test_higher_priority_displaces_a_strictly_lower_one_when_slots_are_busy() ->
     assert engine.answers["high", 0].finish_reason is not None
     engine.run()
     assert len(engine.answers["low1", 0].token_ids) == 30
+
+
+def test_equal_priority_displaces_nobody_while_a_higher_answer_waits_for_its_sibling() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=8)
+    engine = SimulatedEngine(scheduler)
+    scheduler.add(make_request("low", [1], priority=9, ignore_eos=True))
+    engine.run_step()
+    scheduler.add(make_request("high", PROMPT, n=2))
+    scheduler.add(make_request("equal", [2], priority=9))
+    for _ in range(5):
+        plan = engine.run_step()
+        assert plan is not None
+        assert not plan.preempted
+    engine.run()
+
+
+def test_answer_preempted_before_its_fork_was_copied_leaves_no_text_behind() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, block_tokens=4)
+    engine = SimulatedEngine(scheduler)
+    scheduler.add(make_request("a", PROMPT[:6], n=2, ignore_eos=True))
+    engine.run_step()
+    plan = engine.step()
+    assert plan is not None
+    assert len(plan.copies) == 1
+    engine.fail(plan)
+    scheduler.add(make_request("high", [3], max_tokens=1, priority=-1))
+    plan = engine.run_step()  # compares every cached text with its rows
+    assert plan is not None
+    assert plan.preempted == (1,)
+    engine.run()
 
 
 def test_higher_priority_displaces_strictly_lower_ones_when_blocks_are_short() -> None:

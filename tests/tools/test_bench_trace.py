@@ -154,3 +154,10 @@ def test_only_full_blocks_are_shared() -> None:
     assert shared_tokens(before, after, 4) == 8
     assert shared_tokens(after, after, 4) == 16
     assert shared_tokens(before, request(9, 2, 3, length=12), 4) == 0
+
+
+def test_profiles_have_no_block_in_common() -> None:
+    names = ("random", "chat", "retrieval", "agent")
+    workloads = [WorkloadConfig(profile=name, num_requests=20) for name in names]  # type: ignore[arg-type]
+    ids = [{i for r in make_requests(workload) for i in r.hash_ids} for workload in workloads]
+    assert len(set.union(*ids)) == sum(map(len, ids))

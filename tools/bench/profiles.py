@@ -6,12 +6,15 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
-from whalepod.tools.bench.config import LoadConfig, WorkloadConfig
+from whalepod.tools.bench.config import LoadConfig, ProfileName, WorkloadConfig
 from whalepod.tools.bench.trace import TraceRequest, num_blocks
 
 _SESSION_STRIDE = 1_000_000
-"""Hash ids below it are shared; session s owns those from (s + 1) * stride."""
+"""Of a profile's hash ids those below it are shared; session s owns those from (s + 1) * stride."""
+_PROFILE_STRIDE = 1_000_000_000_000
+"""Profiles have ids of their own: a run of one must not warm the cache for another."""
 
 
 def make_requests(workload: WorkloadConfig) -> list[TraceRequest]:
@@ -39,7 +42,8 @@ def _question(workload: WorkloadConfig, index: int, rng: random.Random) -> Trace
     length = workload.input_len + workload.turn_len
     request = _request(workload, index, 0, length, workload.output_len)
     own = request.hash_ids[shared:]
-    document_ids = range(document * shared, (document + 1) * shared)
+    base = _first_id(workload)
+    document_ids = range(base + document * shared, base + (document + 1) * shared)
     return replace(request, hash_ids=(*document_ids, *own))
 
 
@@ -64,12 +68,17 @@ def _request(
     workload: WorkloadConfig, owner: int, shared: int, input_length: int, output_length: int
 ) -> TraceRequest:
     """A prompt whose first `shared` blocks are everybody's and whose rest is its owner's."""
-    own = (owner + 1) * _SESSION_STRIDE
+    base = _first_id(workload)
+    own = base + (owner + 1) * _SESSION_STRIDE
     blocks = num_blocks(input_length, workload.trace_block)
-    ids = (*range(shared), *range(own + shared, own + blocks))
+    ids = (*range(base, base + shared), *range(own + shared, own + blocks))
     return TraceRequest(
         timestamp=0.0, input_length=input_length, output_length=output_length, hash_ids=ids
     )
+
+
+def _first_id(workload: WorkloadConfig) -> int:
+    return get_args(ProfileName).index(workload.profile) * _PROFILE_STRIDE
 
 
 def _vary(mean: int, rng: random.Random) -> int:
