@@ -75,12 +75,8 @@ class EngineCore:
         self.runner = runner
         self.is_stopping = False
         self._scheduler = scheduler
-<<<<<<< HEAD
-        self._runner = runner
         self._depth = depth or FixedDepth(0)
         self._num_drafts = 0
-=======
->>>>>>> main
         self._hooks = hooks
         self._journal = journal
         self._seeds = random.Random(seed)
@@ -257,22 +253,14 @@ class EngineCore:
     def _run(self, plan: Plan) -> tuple[Plan, StepResult]:
         """Run a step, once more if it fails. Returns the plan now in flight and its result."""
         try:
-<<<<<<< HEAD
-            return plan, self._runner.run(plan)
-=======
-            return self.runner.run(plan)
->>>>>>> main
+            return plan, self.runner.run(plan)
         except Exception:
             logger.exception("step %d failed and is run again", plan.step)
         self._scheduler.finish_failed(plan.step)
         again = self._scheduler.step(self._num_drafts)
         assert again is not None, f"step {plan.step} failed and cannot be planned again"
         try:
-<<<<<<< HEAD
-            return again, self._runner.run(again)
-=======
-            return self.runner.run(again)
->>>>>>> main
+            return again, self.runner.run(again)
         except Exception as error:
             logger.exception("step %d failed again: its requests end", again.step)
             message = f"the engine failed: {type(error).__name__}: {error}"
