@@ -37,7 +37,10 @@ PENALISED = replace(
     logit_bias={3: 2.0}, ignore_eos=False,
 )  # fmt: skip
 NARROW = replace(SAMPLED, top_k=7, min_p=0.02, temperature=0.7, ignore_eos=False)
-REPELLED = replace(SAMPLED, frequency_penalty=2.0, repetition_penalty=1.5, temperature=2.0)
+# two tokens that take turns: each draft moves the penalties of the next
+REPELLED = replace(
+    SAMPLED, logit_bias={3: 14.0, 4: 13.0}, frequency_penalty=1.5, repetition_penalty=1.1
+)
 ALL_PARAMS = (GREEDY, SAMPLED, PENALISED, NARROW, REPELLED, replace(REPELLED, temperature=0.0))
 
 
