@@ -108,9 +108,7 @@ class AdaptiveDepth:
                 record.num_tokens, record.step_time_us - record.draft_time_us
             )
             if record.num_passes:
-                self._pass_times.observe(
-                    record.num_rows, record.draft_time_us // record.num_passes
-                )
+                self._pass_times.observe(record.num_rows, record.draft_time_us // record.num_passes)
         self._num_settled += 1
         if self._num_settled >= SETTLED_STEPS or record.num_rows != self._num_rows:
             self._settle(record.num_rows)

@@ -133,12 +133,13 @@ class Drafter:
                 previous_TH[begin] = before_H
             self._keep_ends_of_blocks(span, hidden_TH, begin)
             begin += len(span.token_ids)
-        inputs = (batch.token_ids_T, previous_TH, batch.positions_T, batch.slots_T)
+        token_ids_T, positions_T, slots_T = batch.token_ids_T, batch.positions_T, batch.slots_T
         if skipped:
-            is_kept_T = torch.ones(begin, dtype=torch.bool, device=hidden_TH.device)
-            is_kept_T[skipped] = False
-            inputs = tuple(tensor[is_kept_T] for tensor in inputs)
-        self._module.write_rows(*inputs, self._cache)
+            kept_T = torch.ones(begin, dtype=torch.bool, device=hidden_TH.device)
+            kept_T[skipped] = False
+            token_ids_T, previous_TH = token_ids_T[kept_T], previous_TH[kept_T]
+            positions_T, slots_T = positions_T[kept_T], slots_T[kept_T]
+        self._module.write_rows(token_ids_T, previous_TH, positions_T, slots_T, self._cache)
 
     def _hidden_before(self, span: TokenSpan) -> Tensor | None:
         """Return the hidden state before a span's first token, or None where its row needs no

@@ -16,9 +16,7 @@ class Residency:
     everyone with the same text; the blocks behind them are its own.
     """
 
-    def __init__(
-        self, pool: BlockPool, tree: PrefixTree, num_lookback_tokens: int = 0
-    ) -> None:
+    def __init__(self, pool: BlockPool, tree: PrefixTree, num_lookback_tokens: int = 0) -> None:
         """num_lookback_tokens: as Scheduler."""
         self.pool = pool
         self._num_lookback_tokens = num_lookback_tokens

@@ -120,9 +120,7 @@ class Sampler:
                 log_qs[row] = log_p_V if self.by_rejection else None
         return chosen, log_qs
 
-    def _draw(
-        self, log_p_BV: Tensor, wanted: list[Wanted], stream: _Stream | None
-    ) -> list[int]:
+    def _draw(self, log_p_BV: Tensor, wanted: list[Wanted], stream: _Stream | None) -> list[int]:
         """Draw from each row: argmax(log p + g), or what the rule of rejection says of a draft."""
         x_BV = log_p_BV + self._noise(wanted, log_p_BV.shape[1], stream)
         ids, _ = _argmax(x_BV)

@@ -131,18 +131,18 @@ def _wanted(end: TextEnd, drafts: Sequence[int]) -> Wanted:
 
 def step_record(plan: Plan, result: StepResult) -> StepRecord:
     """Sum up a step: all that the choice of the next step's depth may depend on."""
-    drafts, num_rows, num_draft_tokens, num_passes = [], 0, 0, 0
+    drafts, num_rows, num_passes, is_decode = [], 0, 0, True
     for row, found in zip(plan.rows, result.rows, strict=True):
         num_rows += row.sample
         num_passes = max(num_passes, len(found.draft_token_ids))
+        is_decode &= row.sample and len(row.token_ids) == 1 + row.num_drafts
         if row.num_drafts and found.token_ids:
-            num_draft_tokens += row.num_drafts
             drafts.append((row.num_drafts, len(found.token_ids) - 1))
     judged, accepted = count_by_position(drafts)
     return StepRecord(
         num_rows=num_rows,
         num_tokens=plan.num_tokens,
-        is_decode=plan.num_tokens == len(plan.rows) + num_draft_tokens == num_rows + num_draft_tokens,
+        is_decode=is_decode,
         num_judged=judged,
         num_accepted=accepted,
         num_passes=num_passes,

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.engine.fakes import (
-    EOS,
     VOCAB_SIZE,
     FakeModel,
     FakeMtp,
@@ -23,7 +22,7 @@ from tests.engine.fakes import (
     make_core,
     run_to_end,
 )
-from whalepod.mtp.depth import Depth, FixedDepth
+from whalepod.mtp.depth import FixedDepth
 from whalepod.mtp.stats import StepRecord
 from whalepod.scheduler.journal import replay
 from whalepod.scheduler.params import SamplingParams
@@ -92,9 +91,7 @@ def assert_is_own(
 @pytest.mark.parametrize("num_drafts", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 62, 64, 65, 130])
 @pytest.mark.parametrize("params", ALL_PARAMS)
-def test_answers_are_the_models_own(
-    num_drafts: int, length: int, params: SamplingParams
-) -> None:
+def test_answers_are_the_models_own(num_drafts: int, length: int, params: SamplingParams) -> None:
     core = make_core(depth=FixedDepth(num_drafts), max_num_batched_tokens=48)
     submit(core, "a", text(length), params)
 
@@ -236,9 +233,7 @@ def test_a_step_whose_drafts_fail_is_run_again_unnoticed(fails_at: int) -> None:
 def test_a_script_has_no_drafts() -> None:
     core = make_core(depth=FixedDepth(4), hooks=True)
     steps = ("ab", "c", "defg")
-    message = Submit(
-        request_id="a", prompt_token_ids=text(9), params=GREEDY, test_steps=steps
-    )
+    message = Submit(request_id="a", prompt_token_ids=text(9), params=GREEDY, test_steps=steps)
     core.receive([message])
     answer = run_to_end(core)["a", 0]
 
