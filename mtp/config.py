@@ -15,7 +15,7 @@ class SpeculationConfig:
 
     speculation: Annotated[
         Literal["auto", "adaptive", "fixed", "off"],
-        "auto: fixed if --num-speculative-tokens is given, else adaptive for models with an MTP "
+        "auto: fixed if --num-speculative-tokens is given, else adaptive if the model has an MTP "
         "layer",
     ] = "auto"
     num_speculative_tokens: Annotated[
@@ -34,6 +34,16 @@ class SpeculationConfig:
     def is_off(self) -> bool:
         """Whether no model gets drafts."""
         return self.speculation == "off" or self.num_speculative_tokens == 0
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether somebody asked for drafts, so that they are made for models without a layer of
+        their own too."""
+        return (
+            self.speculation in ("adaptive", "fixed")
+            or bool(self.num_speculative_tokens)
+            or self.speculation_method == "lookup"
+        )
 
     @property
     def is_fixed(self) -> bool:

@@ -13,8 +13,10 @@ ONE = 1 << 16
 """The share 1."""
 FIRST_GUESS = ONE * 3 // 4
 """Acceptance that is assumed before the first draft was judged: high enough to try."""
-AVERAGE_OVER = 32
-"""Drafts after which an old average has lost 63 % of its weight."""
+BATCH_MEMORY, REQUEST_MEMORY = 32, 8
+"""Drafts that the averages of all requests, and of a single one, reach back."""
+FORGET_AFTER = 128
+"""Steps after which a position that is not tried any more is thought better of."""
 TIME_SHIFT = 3
 """A step time counts 1 / 8 in its average."""
 MAX_TIME_RATIO = 4
@@ -56,19 +58,30 @@ def count_by_position(
 class AcceptanceAverage:
     """The share of right drafts at each position, given that all before were right."""
 
-    __slots__ = ("shares",)
+    __slots__ = ("_memory", "shares")
 
-    def __init__(self, depth: int, first_guess: int = FIRST_GUESS) -> None:
+    def __init__(
+        self, depth: int, *, first_guess: int = FIRST_GUESS, memory: int = BATCH_MEMORY
+    ) -> None:
+        """memory: drafts after which an old average has lost 63 % of its weight."""
+        self._memory = memory
         self.shares = [first_guess] * depth
 
     def observe(self, num_judged: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Move each average towards the share of a step, the further the more were judged."""
+        """Move each average towards the share of a step, the further the more were judged.
+
+        Positions behind the drafts of a step slowly forget: they drift up to the position before.
+        """
+        for position in range(max(len(num_judged), 1), len(self.shares)):
+            if num_judged:
+                gap = max(self.shares[position - 1] - self.shares[position], 0)
+                self.shares[position] += gap // FORGET_AFTER
         for position, judged in enumerate(num_judged[: len(self.shares)]):
             if judged:
                 share = num_accepted[position] * ONE // judged
-                weight = min(judged, AVERAGE_OVER // 2)
+                weight = min(judged, self._memory // 2)
                 old = self.shares[position]
-                self.shares[position] = old + (share - old) * weight // AVERAGE_OVER
+                self.shares[position] = old + (share - old) * weight // self._memory
 
     def expected_tokens(self, depth: int) -> int:
         """Return how many tokens a step with `depth` drafts yields, times 65,536."""

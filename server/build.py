@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -89,7 +89,8 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         max_rows=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
     )
-    speculator = _new_speculator(loaded, cache, batches, sampler)
+    with_lookup = _wants_lookup(config.speculation, loaded.mtp is not None)
+    speculator = _new_speculator(loaded, cache, batches, sampler, with_lookup=with_lookup)
     runner = Runner(loaded.model, cache, sampler, batches, speculator)
     max_depth = config.speculation.max_depth if speculator else 0
     warm_up(runner, limits, max_depth)
@@ -106,7 +107,7 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         weights_bytes=loaded.weights_bytes,
         kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
         load_seconds=time.monotonic() - started,
-        speculation=_describe(config.speculation) if speculator else "off",
+        speculation=_describe(config.speculation, speculator.makers) if speculator else "off",
     )
     return EngineCore(
         _new_scheduler(config, num_blocks, eos_token_ids, loaded, journal),
@@ -283,13 +284,27 @@ def _load_mtp(model: DeepseekV3, weights: Weights, kernels: Kernels) -> MtpModul
     return module
 
 
+def _wants_lookup(speculation: SpeculationConfig, has_mtp: bool) -> bool:
+    """Say whether drafts are looked up: beside the model's own, or where they are asked for."""
+    if speculation.is_off or speculation.speculation_method == "mtp":
+        return False
+    return has_mtp or speculation.is_explicit
+
+
 def _new_speculator(
-    loaded: LoadedModel, cache: LatentCache, batches: BatchBuilder, sampler: Sampler
+    loaded: LoadedModel,
+    cache: LatentCache,
+    batches: BatchBuilder,
+    sampler: Sampler,
+    *,
+    with_lookup: bool,
 ) -> Speculator | None:
-    if loaded.mtp is None:
+    if loaded.mtp is None and not with_lookup:
         return None
-    drafter = Drafter(loaded.mtp, cache, batches, hidden_size=loaded.config.hidden_size)
-    return Speculator(drafter, sampler)
+    drafter = None
+    if loaded.mtp is not None:
+        drafter = Drafter(loaded.mtp, cache, batches, hidden_size=loaded.config.hidden_size)
+    return Speculator(drafter, sampler, with_lookup=with_lookup)
 
 
 def _new_depth(speculation: SpeculationConfig) -> Depth:
@@ -298,9 +313,10 @@ def _new_depth(speculation: SpeculationConfig) -> Depth:
     return AdaptiveDepth(speculation.max_depth)
 
 
-def _describe(speculation: SpeculationConfig) -> str:
+def _describe(speculation: SpeculationConfig, makers: Sequence[str]) -> str:
     kind = "fixed at" if speculation.is_fixed else "adaptive up to"
-    return f"mtp, {kind} {speculation.max_depth}, {speculation.speculation_acceptance}"
+    acceptance = speculation.speculation_acceptance
+    return f"{' + '.join(makers)}, {kind} {speculation.max_depth}, {acceptance}"
 
 
 # -- memory -------------------------------------------------------------------------------------

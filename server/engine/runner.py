@@ -195,8 +195,8 @@ class Runner:
         for i, drafts in enumerate(speculator.draft(ends, hidden_TH)):
             if drafts:
                 results[i] = replace(results[i], draft_token_ids=drafts)
-            if end_tokens := ends[i].unobserved:
-                spans[i].sequence.state.observe(ends[i].position - len(end_tokens), end_tokens)
+            if accepted := ends[i].accepted:
+                spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
     def _sample(self, hidden_TH: Tensor, spans: list[_Rows]) -> list[list[_Choice]]:
         """Choose a token at each wanted position of each row, all rows in one pass."""

@@ -55,12 +55,22 @@ class UsageReady:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    accepted_prediction_tokens: int = 0
+    """Tokens of the answer that had been guessed."""
+    rejected_prediction_tokens: int = 0
+    """Guesses that were computed and are not in the answer."""
 
     def __add__(self, other: UsageReady) -> UsageReady:
         return UsageReady(
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             completion_tokens=self.completion_tokens + other.completion_tokens,
             cached_tokens=self.cached_tokens + other.cached_tokens,
+            accepted_prediction_tokens=(
+                self.accepted_prediction_tokens + other.accepted_prediction_tokens
+            ),
+            rejected_prediction_tokens=(
+                self.rejected_prediction_tokens + other.rejected_prediction_tokens
+            ),
         )
 
 

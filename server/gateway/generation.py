@@ -49,6 +49,8 @@ class ChoiceDecoder:
         self._num_chars = 0
         self._started = False
         self.num_tokens = 0
+        self.num_accepted_drafts = 0
+        self.num_rejected_drafts = 0
         self.done = False
 
     def push(
@@ -90,6 +92,7 @@ class ChoiceDecoder:
             texts.append(text)
             if stop is not None:
                 break
+        self._count_drafts(output, len(offsets))
         if stop is None and output.finish_reason is not None:
             text, stop = self._match(self._detokenizer.flush())
             texts += (text, self._stops.flush())
@@ -103,6 +106,13 @@ class ChoiceDecoder:
             text_offsets=tuple(offsets),
         )
         return delta, stop
+
+    def _count_drafts(self, output: SequenceOutput, num_kept: int) -> None:
+        """Count guesses as the text is cut: behind a stop string none is accepted."""
+        num_accepted = min(output.num_accepted_drafts, num_kept)
+        num_drafts = output.num_accepted_drafts + output.num_rejected_drafts
+        self.num_accepted_drafts += num_accepted
+        self.num_rejected_drafts += num_drafts - num_accepted
 
     def _match(self, piece: str) -> tuple[str, str | None]:
         self._num_chars += len(piece)
@@ -193,6 +203,8 @@ async def _generate_one(
         prompt_tokens=len(run.submit.prompt_token_ids),
         completion_tokens=sum(decoder.num_tokens for decoder in decoders),
         cached_tokens=num_cached,
+        accepted_prediction_tokens=sum(decoder.num_accepted_drafts for decoder in decoders),
+        rejected_prediction_tokens=sum(decoder.num_rejected_drafts for decoder in decoders),
     )
 
 

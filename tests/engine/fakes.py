@@ -186,6 +186,8 @@ def make_core(
     model: FakeModel | None = None,
     hooks: bool = False,
     mtp: FakeMtp | None = None,
+    has_mtp: bool = True,
+    with_lookup: bool = False,
     depth: Depth | None = None,
     by_rejection: bool = False,
     journal: BinaryIO | None = None,
@@ -193,7 +195,7 @@ def make_core(
 ) -> EngineCore:
     """Build an engine around the fake model; unwritten cache rows are NaN.
 
-    With `depth` it drafts with `mtp`, one draft model of its own if None.
+    With `depth` it drafts with `mtp` (None: a draft model of its own) if it `has_mtp`.
     """
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -208,7 +210,8 @@ def make_core(
     )
     speculator = None
     if depth is not None:
-        speculator = Speculator(Drafter(mtp or FakeMtp(), cache, batches, hidden_size=1), sampler)
+        drafter = Drafter(mtp or FakeMtp(), cache, batches, hidden_size=1) if has_mtp else None
+        speculator = Speculator(drafter, sampler, with_lookup=with_lookup)
     runner = Runner(model or FakeModel(), cache, sampler, batches, speculator)
     info = EngineInfo(
         model_type="fake", dtype="fp32", kernels="noise", max_model_len=max_model_len,
@@ -219,7 +222,7 @@ def make_core(
     settings: dict[str, Any] = {
         "num_blocks": num_blocks,
         "eos_token_ids": frozenset({EOS}),
-        "num_lookback_tokens": 0 if depth is None else NUM_LOOKBACK_TOKENS,
+        "num_lookback_tokens": NUM_LOOKBACK_TOKENS if depth is not None and has_mtp else 0,
     }
     return EngineCore(
         Scheduler(config, **settings)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from torch import Tensor
 
 from tests.engine.fakes import (
     VOCAB_SIZE,
@@ -255,6 +256,71 @@ def test_a_text_ends_at_a_stop_token_inside_an_accepted_run() -> None:
     assert num_cut > 10
 
 
+# -- drafts looked up in the text ---------------------------------------------------------------
+
+COPYING = replace(GREEDY, max_tokens=60, logit_bias={3: 100.0})
+"""One token for ever: the most repetitive text."""
+
+
+def test_lookup_saves_steps_of_a_model_without_a_layer_of_its_own() -> None:
+    core = make_core(depth=FixedDepth(4), has_mtp=False, with_lookup=True)
+    submit(core, "a", text(9), COPYING)
+    answer = run_to_end(core)["a", 0]
+
+    assert_is_own(answer, text(9), COPYING)
+    assert core.stats.num_steps <= 4 + 60 / 5
+    assert core.stats.num_accepted_tokens == 60 - core.stats.num_steps
+
+
+def test_a_request_that_repeats_itself_leaves_a_layer_that_errs_for_lookup() -> None:
+    class Wrong(FakeMtp):
+        def logits(self, hidden_BH: Tensor) -> Tensor:
+            logits_BV = super().logits(hidden_BH)
+            logits_BV[:, 3] = -1000.0
+            return logits_BV
+
+    mtp = Wrong()
+    core = make_core(depth=FixedDepth(2), mtp=mtp, with_lookup=True)
+    submit(core, "a", text(9), COPYING)
+
+    assert_is_own(run_to_end(core)["a", 0], text(9), COPYING)
+    assert mtp.num_passes < 2 * 12
+    assert core.stats.num_steps < 40
+
+
+def test_a_request_that_does_not_repeat_itself_asks_the_layer() -> None:
+    mtp = FakeMtp()
+    core = make_core(depth=FixedDepth(1), mtp=mtp, with_lookup=True)
+    submit(core, "a", text(9), replace(GREEDY, max_tokens=60))
+
+    run_to_end(core)
+    assert mtp.num_passes > 0.8 * core.stats.num_steps
+
+
+# -- acceptance by rejection --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_lookup", [False, True])
+def test_greedy_text_is_the_same_under_rejection(with_lookup: bool) -> None:
+    core = make_core(depth=FixedDepth(3), by_rejection=True, with_lookup=with_lookup)
+    submit(core, "a", text(70), GREEDY)
+
+    assert_is_own(run_to_end(core)["a", 0], text(70), GREEDY)
+    assert core.stats.num_accepted_tokens > 5
+
+
+@pytest.mark.parametrize("params", [SAMPLED, PENALISED, NARROW, REPELLED])
+def test_a_seed_repeats_its_text_under_rejection(params: SamplingParams) -> None:
+    texts = []
+    for _ in range(2):
+        core = make_core(depth=FixedDepth(3), by_rejection=True, with_lookup=True)
+        submit(core, "a", text(70), params)
+        texts.append(run_to_end(core)["a", 0].token_ids)
+        assert core.stats.num_drafts > 0
+
+    assert texts[0] == texts[1]
+
+
 # -- random histories ---------------------------------------------------------------------------
 
 
@@ -310,6 +376,7 @@ events = st.lists(
     max_num_seqs=st.sampled_from([1, 3, 5]),
     fails_at=st.sets(st.integers(1, 60), max_size=3),
     caching=st.sampled_from([True, True, True, False]),
+    drafters=st.sampled_from([(True, False), (True, True), (False, True)]),
 )
 def test_random_histories_give_every_request_its_own_text(
     events: list[Arrival | Cancel | int],
@@ -319,6 +386,7 @@ def test_random_histories_give_every_request_its_own_text(
     max_num_seqs: int,
     fails_at: set[int],
     caching: bool,
+    drafters: tuple[bool, bool],
 ) -> None:
     model = FakeModel()
     model.fails_at = {n for n in fails_at if n + 1 not in fails_at and n - 1 not in fails_at}
@@ -326,7 +394,7 @@ def test_random_histories_give_every_request_its_own_text(
     core = make_core(
         model=model, depth=CycledDepth(depths), num_blocks=num_blocks, max_model_len=240,
         max_num_batched_tokens=chunk, max_num_seqs=max_num_seqs, journal=journal,
-        enable_prefix_caching=caching,
+        enable_prefix_caching=caching, has_mtp=drafters[0], with_lookup=drafters[1],
     )  # fmt: skip
     answers: dict[tuple[str, int], SequenceOutput] = {}
     alive: dict[str, tuple[Arrival, tuple[int, ...]]] = {}
