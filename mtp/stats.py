@@ -17,6 +17,8 @@ BATCH_MEMORY, REQUEST_MEMORY = 32, 8
 """Drafts that the averages of all requests, and of a single one, reach back."""
 FORGET_AFTER = 128
 """Steps after which a position that is not tried any more is thought better of."""
+TIMES_HOLD_STEPS = 1024
+"""Steps after which a time that was not measured again is forgotten."""
 TIME_SHIFT = 3
 """A step time counts 1 / 8 in its average."""
 MAX_TIME_RATIO = 4
@@ -93,22 +95,33 @@ class AcceptanceAverage:
 
 
 class TimeAverages:
-    """Average time by size of a step, interpolated where a size was not measured."""
+    """Average time by size of a step, interpolated where a size was not measured lately."""
 
-    __slots__ = ("_times_us",)
+    __slots__ = ("_last_seen", "_num_observed", "_times_us")
 
     def __init__(self) -> None:
         self._times_us: dict[int, int] = {}
+        self._last_seen: dict[int, int] = {}
+        self._num_observed = 0
 
     def observe(self, size: int, time_us: int) -> None:
         """Take the time of a step of `size`."""
         bucket = size_bucket(size)
+        self._num_observed += 1
+        self._last_seen[bucket] = self._num_observed
+        if self._num_observed % 64 == 0:
+            self._forget_old()
         old = self._times_us.get(bucket)
         if old is None:
             self._times_us[bucket] = max(time_us, 1)
         else:
             time_us = min(time_us, MAX_TIME_RATIO * old)
             self._times_us[bucket] = max(old + ((time_us - old) >> TIME_SHIFT), 1)
+
+    def _forget_old(self) -> None:
+        for bucket, seen in list(self._last_seen.items()):
+            if seen < self._num_observed - TIMES_HOLD_STEPS:
+                del self._last_seen[bucket], self._times_us[bucket]
 
     def estimate(self, size: int) -> int | None:
         """Return the time of a step of `size`; None before the first measurement.
