@@ -25,7 +25,7 @@ STOP_S = 60
 def serve(*arguments: str) -> Iterator[str]:
     """Start a server and yield its address once it answers; it must stop with exit code 0."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "serve", *arguments, "--port", "0"],
+        [sys.executable, "-c", PROGRAM, "serve", *arguments, "--port", "0", "--num-threads", "1"],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": ":".join(sys.path)},

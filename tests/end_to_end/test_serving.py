@@ -93,7 +93,11 @@ def test_answers_over_http_have_the_bits_of_the_engine_alone(
 
     answers = asyncio.run(ask_all())
     with Engine(
-        str(nano_folder), dtype="fp32", batch_invariant=True, enable_prefix_caching=False
+        str(nano_folder),
+        dtype="fp32",
+        batch_invariant=True,
+        enable_prefix_caching=False,
+        num_threads=1,
     ) as engine:
         for i, answer in enumerate(answers):
             params = SamplingParams(max_tokens=8, logprobs=0, ignore_eos=True, **settings[i])
