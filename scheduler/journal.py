@@ -22,7 +22,7 @@ from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
 
 FORMAT = "whalepod journal"
-VERSION = 1
+VERSION = 2
 _MAX_FRAME_BYTES = 256 * 1024 * 1024
 _Returned = TypeVar("_Returned")
 
@@ -72,6 +72,7 @@ class RecordedScheduler(Scheduler):
         eos_token_ids: frozenset[int] = frozenset(),
         prefix_seed: bytes = b"",
         block_tokens: int = 64,
+        num_lookback_tokens: int = 0,
     ) -> None:
         super().__init__(
             config,
@@ -79,6 +80,7 @@ class RecordedScheduler(Scheduler):
             eos_token_ids=eos_token_ids,
             prefix_seed=prefix_seed,
             block_tokens=block_tokens,
+            num_lookback_tokens=num_lookback_tokens,
         )
         self._file = file
         header = {
@@ -87,6 +89,7 @@ class RecordedScheduler(Scheduler):
             "eos_token_ids": sorted(eos_token_ids),
             "prefix_seed": prefix_seed,
             "block_tokens": block_tokens,
+            "num_lookback_tokens": num_lookback_tokens,
         }
         self._write([FORMAT, VERSION, header])
 
@@ -96,8 +99,8 @@ class RecordedScheduler(Scheduler):
     def cancel(self, request_id: str) -> None:
         self._record("cancel", [request_id], super().cancel, request_id)
 
-    def step(self) -> Plan | None:
-        return self._record("step", [], super().step)
+    def step(self, num_drafts: int = 0) -> Plan | None:
+        return self._record("step", [num_drafts], super().step, num_drafts)
 
     def finish(self, result: StepResult) -> list[Output]:
         return self._record("finish", [result], super().finish, result)
@@ -231,8 +234,13 @@ def _request(values: tuple[Any, ...]) -> Request:
 
 
 def _step_result(values: tuple[Any, ...]) -> StepResult:
-    step, rows, step_time_us = values
-    return StepResult(step=step, rows=tuple(map(_row_result, rows)), step_time_us=step_time_us)
+    step, rows, step_time_us, draft_time_us = values
+    return StepResult(
+        step=step,
+        rows=tuple(map(_row_result, rows)),
+        step_time_us=step_time_us,
+        draft_time_us=draft_time_us,
+    )
 
 
 def _row_result(values: tuple[Any, ...]) -> RowResult:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
 
 DtypeName = Literal["auto", "bf16", "fp32"]
@@ -49,6 +50,7 @@ class EngineConfig:
     source: ModelSource = field(default_factory=ModelSource)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
     record: Annotated[str | None, "write every engine input to this file, for replay"] = None
 

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 import whalepod
+from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.server.config import DeviceConfig, EngineConfig, GatewayConfig, ModelSource
 from whalepod.server.errors import StartupError
@@ -36,6 +37,7 @@ GROUPS: dict[type, str] = {
     ModelSource: "Model",
     DeviceConfig: "Device",
     SchedulerConfig: "Scheduler",
+    SpeculationConfig: "Speculation",
     GatewayConfig: "Server",
     ServerAddress: "Server",
     TargetConfig: "Server",

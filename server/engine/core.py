@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
+from whalepod.mtp.depth import Depth, FixedDepth
 from whalepod.scheduler.errors import RequestRejected
 from whalepod.scheduler.params import Constraint
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
@@ -18,6 +19,7 @@ from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
 from whalepod.server.engine.runner import Runner, new_runner_sequence
 from whalepod.server.engine.scripted import Encode, Script
+from whalepod.server.engine.speculation import step_record
 from whalepod.server.messages import (
     Abort,
     EngineInfo,
@@ -66,6 +68,7 @@ class EngineCore:
         runner: Runner,
         info: EngineInfo,
         *,
+        depth: Depth | None = None,
         seed: int = 0,
         hooks: TestHooks | None = None,
         grammars: GrammarStore | None = None,
@@ -73,6 +76,7 @@ class EngineCore:
     ) -> None:
         """Start idle.
 
+        depth    chooses the number of drafts of each step; None: no drafts
         seed     starts the generator of the seeds of requests that bring none
         grammars compiles what requests constrain their answers to; None: such are refused
         journal  the file that the scheduler records to; flushed when idle, closed at the end
@@ -81,6 +85,8 @@ class EngineCore:
         self.runner = runner
         self.is_stopping = False
         self._scheduler = scheduler
+        self._depth = depth or FixedDepth(0)
+        self._num_drafts = 0
         self._hooks = hooks
         self._grammars = grammars
         self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}
@@ -112,6 +118,11 @@ class EngineCore:
             generation_tokens=s.generation_tokens,
             step_time_us=s.step_time_us,
             num_step_tokens=s.num_step_tokens,
+            num_drafts=s.num_drafts,
+            num_draft_tokens=s.num_draft_tokens,
+            num_accepted_tokens=s.num_accepted_tokens,
+            num_accepted_by_position=s.num_accepted_by_position,
+            num_speculative_tokens=self._num_drafts,
         )
 
     def check(self) -> None:
@@ -287,29 +298,33 @@ class EngineCore:
         if not self._scheduler.has_work:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats)
         self._scheduler.note_clock(time.monotonic_ns() // 1000)
-        plan = self._scheduler.step()
+        self._num_drafts = self._depth.choose()
+        plan = self._scheduler.step(self._num_drafts)
         if plan is None:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats) if outputs else None
-        for output in self._scheduler.finish(self._run(plan)):
+        plan, result = self._run(plan)
+        self._depth.observe(step_record(plan, result))
+        for output in self._scheduler.finish(result):
             message = self._message(output)
             if message is not None:
                 outputs.append(message)
         return StepOutputs(outputs=tuple(outputs), stats=self.stats)
 
-    def _run(self, plan: Plan) -> StepResult:
-        """Run a step, once more if it fails. The result belongs to the step now in flight."""
+    def _run(self, plan: Plan) -> tuple[Plan, StepResult]:
+        """Run a step, once more if it fails. Returns the plan now in flight and its result."""
         try:
-            return self.runner.run(plan)
+            return plan, self.runner.run(plan)
         except Exception:
             logger.exception("step %d failed and is run again", plan.step)
         self._scheduler.finish_failed(plan.step)
-        again = self._scheduler.step()
+        again = self._scheduler.step(self._num_drafts)
         assert again is not None, f"step {plan.step} failed and cannot be planned again"
         try:
-            return self.runner.run(again)
+            return again, self.runner.run(again)
         except Exception as error:
             logger.exception("step %d failed again: its requests end", again.step)
-            return _failed_result(again, f"the engine failed: {type(error).__name__}: {error}")
+            message = f"the engine failed: {type(error).__name__}: {error}"
+            return again, _failed_result(again, message)
 
     def _message(self, output: Output) -> SequenceOutput | None:
         message = SequenceOutput(
@@ -321,6 +336,8 @@ class EngineCore:
             num_cached_tokens=output.num_cached_tokens,
             finish_reason=output.finish_reason,
             stop_token_id=output.stop_token_id,
+            num_accepted_drafts=output.num_accepted_drafts,
+            num_rejected_drafts=output.num_rejected_drafts,
             error=output.error,
         )
         if output.sequence_id in self._scripts:

@@ -66,6 +66,10 @@ class UsageReady:
     cached_tokens: int
     reasoning_tokens: int = 0
     """Those of `completion_tokens` that the model spent on its reasoning."""
+    accepted_prediction_tokens: int = 0
+    """Tokens of the answer that had been guessed."""
+    rejected_prediction_tokens: int = 0
+    """Guesses that were computed and are not in the answer."""
 
     def __add__(self, other: UsageReady) -> UsageReady:
         return UsageReady(
@@ -73,6 +77,12 @@ class UsageReady:
             completion_tokens=self.completion_tokens + other.completion_tokens,
             cached_tokens=self.cached_tokens + other.cached_tokens,
             reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
+            accepted_prediction_tokens=(
+                self.accepted_prediction_tokens + other.accepted_prediction_tokens
+            ),
+            rejected_prediction_tokens=(
+                self.rejected_prediction_tokens + other.rejected_prediction_tokens
+            ),
         )
 
 

@@ -63,6 +63,8 @@ class ChoiceDecoder:
         self._in_call = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
+        self.num_accepted_drafts = 0
+        self.num_rejected_drafts = 0
         self.done = False
 
     def push(
@@ -107,6 +109,7 @@ class ChoiceDecoder:
             parts.add(self._parser.feed(text))
             if stop is not None:
                 break
+        self._count_drafts(output, len(offsets))
         if stop is None and output.finish_reason is not None:
             text, stop = self._match(self._detokenizer.flush())
             parts.add(self._parser.feed(text + self._stops.flush()))
@@ -135,6 +138,13 @@ class ChoiceDecoder:
         for event in parts.tool_events:
             self._num_calls += isinstance(event, ToolCallStarted)
             self._in_call = not isinstance(event, ToolCallEnded)
+
+    def _count_drafts(self, output: SequenceOutput, num_kept: int) -> None:
+        """Count guesses as the text is cut: behind a stop string none is accepted."""
+        num_accepted = min(output.num_accepted_drafts, num_kept)
+        num_drafts = output.num_accepted_drafts + output.num_rejected_drafts
+        self.num_accepted_drafts += num_accepted
+        self.num_rejected_drafts += num_drafts - num_accepted
 
     def _match(self, piece: str) -> tuple[str, str | None]:
         self._num_chars += len(piece)
@@ -226,6 +236,8 @@ async def _generate_one(
         completion_tokens=sum(decoder.num_tokens for decoder in decoders),
         cached_tokens=num_cached,
         reasoning_tokens=sum(decoder.num_reasoning_tokens for decoder in decoders),
+        accepted_prediction_tokens=sum(decoder.num_accepted_drafts for decoder in decoders),
+        rejected_prediction_tokens=sum(decoder.num_rejected_drafts for decoder in decoders),
     )
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.engine.fakes import EOS, VOCAB_SIZE, encode_letters, make_core, run_to_end
+from tests.engine.fakes import EOS, VOCAB_SIZE, FakeMtp, encode_letters, make_core, run_to_end
+from whalepod.mtp.depth import FixedDepth
 from whalepod.scheduler.params import Constraint, SamplingParams
 from whalepod.server.engine.core import MAX_COMPILING, EngineCore
 from whalepod.server.engine.grammar import GrammarStore
@@ -110,6 +111,36 @@ def test_every_text_keeps_to_its_grammar(
         assert is_ladder(answers[key].token_ids)
         assert len(answers[key].token_ids) == 13
     assert answers["free", 0].token_ids[:12] != answers["a", 0].token_ids[:12]
+
+
+@pytest.mark.parametrize("by_rejection", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0}])
+def test_every_draft_position_keeps_to_the_grammar(
+    grammars: GrammarStore, by_rejection: bool, changes: dict[str, object]
+) -> None:
+    """The fake draft model guesses wrong for every third text: runs of all lengths are accepted."""
+    core = make_core(
+        grammars=grammars,
+        mtp=FakeMtp(),
+        depth=FixedDepth(4),
+        by_rejection=by_rejection,
+    )
+    rule = replace(RULE, starts_after=THINK_END)
+    thinking = replace(PARAMS, constraint=rule, max_tokens=300, logit_bias={THINK_END: 2.0})
+    plain = make_core(grammars=grammars)
+    for engine in (core, plain):
+        engine.receive([submit("a", replace(PARAMS, **changes)), submit("b", thinking)])  # type: ignore[arg-type]
+
+    answers, expected = run_to_end(core), run_to_end(plain)
+
+    assert core.stats.num_accepted_tokens > 0
+    if not by_rejection:
+        assert {k: a.token_ids for k, a in answers.items()} == {
+            k: a.token_ids for k, a in expected.items()
+        }
+    assert is_ladder(answers["a", 0].token_ids)
+    answer = answers["b", 0].token_ids
+    assert is_ladder(answer[answer.index(THINK_END) + 1 :])
 
 
 def test_the_reasoning_is_free_but_may_not_end_the_text(grammars: GrammarStore) -> None:
