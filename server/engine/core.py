@@ -67,7 +67,8 @@ class EngineCore:
     ) -> None:
         """Start idle.
 
-        depth    chooses the number of drafts of each step; None: no drafts
+        depth    chooses the number of drafts of each step, and may be replaced between two of
+                 them; None: no drafts
         seed     starts the generator of the seeds of requests that bring none
         journal  the file that the scheduler records to; flushed when idle, closed at the end
         """
@@ -75,7 +76,7 @@ class EngineCore:
         self.runner = runner
         self.is_stopping = False
         self._scheduler = scheduler
-        self._depth = depth or FixedDepth(0)
+        self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
         self._hooks = hooks
         self._journal = journal
@@ -237,12 +238,12 @@ class EngineCore:
         if not self.has_work:
             return None
         self._scheduler.note_clock(time.monotonic_ns() // 1000)
-        self._num_drafts = self._depth.choose()
+        self._num_drafts = self.depth.choose()
         plan = self._scheduler.step(self._num_drafts)
         if plan is None:
             return None
         plan, result = self._run(plan)
-        self._depth.observe(step_record(plan, result))
+        self.depth.observe(step_record(plan, result))
         outputs = []
         for output in self._scheduler.finish(result):
             message = self._message(output)
