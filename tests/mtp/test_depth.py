@@ -62,7 +62,9 @@ class Machine:
         )
 
 
-def play(depth: AdaptiveDepth | FixedDepth, machine: Machine, num_rows: int, steps: int) -> list[int]:
+def play(
+    depth: AdaptiveDepth | FixedDepth, machine: Machine, num_rows: int, steps: int
+) -> list[int]:
     """Run steps; what one step drafts the next one verifies. Returns the depths."""
     chosen, num_drafts = [], 0
     for _ in range(steps):

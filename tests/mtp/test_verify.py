@@ -70,7 +70,9 @@ def test_drafts_stand_up_to_the_first_that_was_not_chosen(
 
 
 @pytest.mark.parametrize("rule", [by_rejection, by_coupling])
-@pytest.mark.parametrize("q_V", [Q, P, torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0]), torch.full((5,), 0.2)])
+@pytest.mark.parametrize(
+    "q_V", [Q, P, torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0]), torch.full((5,), 0.2)]
+)
 def test_tokens_come_from_the_models_distribution(
     rule: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], q_V: Tensor
 ) -> None:
@@ -152,4 +154,6 @@ def test_a_broken_rule_is_found(
 def test_uniform_numbers_are_uniform() -> None:
     u = uniform_of_gumbel(noise(2, width=1))[:, 0].numpy()
     counts, _ = np.histogram(u, bins=5, range=(0.0, 1.0))
-    assert chi_square(torch.from_numpy(np.repeat(np.arange(5), counts)), torch.full((5,), 0.2)) < 18.47
+    assert (
+        chi_square(torch.from_numpy(np.repeat(np.arange(5), counts)), torch.full((5,), 0.2)) < 18.47
+    )
