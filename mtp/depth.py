@@ -69,7 +69,7 @@ def best_depth(
     best, best_tokens, best_us = current, acceptance.expected_tokens(current), current_us
     # the current depth has a lead that the others must make up for
     best_tokens = best_tokens * GAIN_NUMERATOR // GAIN_DENOMINATOR
-    for depth in range(max_depth + 1):
+    for depth in range(min(current + 1, max_depth) + 1):  # upwards step by step
         tokens, needed_us = acceptance.expected_tokens(depth), time_us(depth)
         if needed_us is not None and tokens * best_us > best_tokens * needed_us:
             best, best_tokens, best_us = depth, tokens, needed_us

@@ -17,12 +17,13 @@ BATCH_MEMORY, REQUEST_MEMORY = 32, 8
 """Drafts that the averages of all requests, and of a single one, reach back."""
 FORGET_AFTER = 128
 """Steps after which a position that is not tried any more is thought better of."""
-TIMES_HOLD_STEPS = 1024
+TIMES_HOLD_STEPS = 512
 """Steps after which a time that was not measured again is forgotten."""
-TIME_SHIFT = 3
-"""A step time counts 1 / 8 in its average."""
-MAX_TIME_RATIO = 4
-"""A step that took longer was disturbed: it counts as so many averages."""
+RISE_SHIFT, FALL_SHIFT = 4, 1
+"""A longer step moves the average by 1 / 16 of the difference, a shorter one by 1 / 2: what disturbs
+a step makes it longer, so the average stays near the undisturbed times."""
+MAX_TIME_RISE = 2
+"""A step that took longer than the average by more than 1 / 2 was disturbed, and counts as that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class AcceptanceAverage:
 
 
 class TimeAverages:
-    """Average time by size of a step, interpolated where a size was not measured lately."""
+    """Average time by size of a step; sizes that were not measured lately are estimated."""
 
     __slots__ = ("_last_seen", "_num_observed", "_times_us")
 
@@ -105,7 +106,7 @@ class TimeAverages:
         self._num_observed = 0
 
     def observe(self, size: int, time_us: int) -> None:
-        """Take the time of a step of `size`."""
+        """Take the time of a step of `size`. One that was disturbed moves the average little."""
         bucket = size_bucket(size)
         self._num_observed += 1
         self._last_seen[bucket] = self._num_observed
@@ -115,8 +116,9 @@ class TimeAverages:
         if old is None:
             self._times_us[bucket] = max(time_us, 1)
         else:
-            time_us = min(time_us, MAX_TIME_RATIO * old)
-            self._times_us[bucket] = max(old + ((time_us - old) >> TIME_SHIFT), 1)
+            change = min(time_us - old, old // MAX_TIME_RISE)
+            shift = RISE_SHIFT if change > 0 else FALL_SHIFT
+            self._times_us[bucket] = max(old + (change >> shift), 1)
 
     def _forget_old(self) -> None:
         for bucket, seen in list(self._last_seen.items()):
@@ -126,20 +128,23 @@ class TimeAverages:
     def estimate(self, size: int) -> int | None:
         """Return the time of a step of `size`; None before the first measurement.
 
-        Beyond the largest measured size it is the time of that one: too little, so that a larger
-        size is tried, and measured.
+        A larger step never takes less. Beyond what was measured the estimate is too good: as long
+        as the largest, in proportion to the smallest. So other sizes are tried, and measured.
         """
         bucket = size_bucket(size)
         known = self._times_us
-        if bucket in known:
-            return known[bucket]
+        above = [b for b in known if b >= bucket]
         below = max((b for b in known if b < bucket), default=None)
-        above = min((b for b in known if b > bucket), default=None)
-        if below is None or above is None:
-            nearest = above if below is None else below
-            return None if nearest is None else known[nearest]
-        slope = known[above] - known[below]
-        return known[below] + slope * (bucket - below) // (above - below)
+        if not above:
+            return None if below is None else known[below]
+        most_us = min(known[b] for b in above)
+        nearest = min(above)
+        if nearest == bucket:
+            return most_us
+        if below is None:
+            return most_us * bucket // nearest
+        slope = known[nearest] - known[below]
+        return min(known[below] + slope * (bucket - below) // (nearest - below), most_us)
 
 
 def size_bucket(size: int) -> int:

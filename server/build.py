@@ -33,6 +33,11 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
+from whalepod.server.engine.acceptance_check import (
+    builtin_prompts,
+    measure_acceptance,
+    report_acceptance,
+)
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
 from whalepod.server.engine.grammar import GrammarStore
@@ -96,6 +101,8 @@ def _build_engine(config: EngineConfig) -> EngineCore:
     runner = Runner(loaded.model, cache, sampler, batches, speculator)
     max_depth = config.speculation.max_depth if speculator else 0
     warm_up(runner, limits, max_depth)
+    if loaded.mtp is not None and config.source.load_format != "dummy":
+        _check_acceptance(loaded, runner, num_blocks, eos_token_ids)
     info = EngineInfo(
         model_type=model_config.model_type,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
@@ -308,6 +315,21 @@ def _new_speculator(
     if loaded.mtp is not None:
         drafter = Drafter(loaded.mtp, cache, batches, hidden_size=loaded.config.hidden_size)
     return Speculator(drafter, sampler, with_lookup=with_lookup)
+
+
+def _check_acceptance(
+    loaded: LoadedModel, runner: Runner, num_blocks: int, eos_token_ids: frozenset[int]
+) -> None:
+    """Continue a few prompts and warn if the layer never guesses right."""
+    prompts = builtin_prompts(loaded.folder, loaded.config.vocab_size)
+    found = measure_acceptance(
+        runner,
+        loaded.engine_config.scheduler,
+        prompts,
+        num_blocks=num_blocks,
+        eos_token_ids=eos_token_ids,
+    )
+    report_acceptance(found, layer=loaded.config.num_layers)
 
 
 def _new_depth(speculation: SpeculationConfig) -> Depth:

@@ -76,7 +76,8 @@ class EngineCore:
     ) -> None:
         """Start idle.
 
-        depth    chooses the number of drafts of each step; None: no drafts
+        depth    chooses the number of drafts of each step, and may be replaced between two of
+                 them; None: no drafts
         seed     starts the generator of the seeds of requests that bring none
         grammars compiles what requests constrain their answers to; None: such are refused
         journal  the file that the scheduler records to; flushed when idle, closed at the end
@@ -85,7 +86,7 @@ class EngineCore:
         self.runner = runner
         self.is_stopping = False
         self._scheduler = scheduler
-        self._depth = depth or FixedDepth(0)
+        self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
         self._hooks = hooks
         self._grammars = grammars
@@ -298,12 +299,12 @@ class EngineCore:
         if not self._scheduler.has_work:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats)
         self._scheduler.note_clock(time.monotonic_ns() // 1000)
-        self._num_drafts = self._depth.choose()
+        self._num_drafts = self.depth.choose()
         plan = self._scheduler.step(self._num_drafts)
         if plan is None:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats) if outputs else None
         plan, result = self._run(plan)
-        self._depth.observe(step_record(plan, result))
+        self.depth.observe(step_record(plan, result))
         for output in self._scheduler.finish(result):
             message = self._message(output)
             if message is not None:

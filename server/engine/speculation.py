@@ -222,8 +222,8 @@ class Speculator:
         kept.learn(end)
         kept.made_by, kept.looked_up = maker, looked_up
         kept.log_qs = log_qs if self._sampler.by_rejection else []
-        if kept.lookup is not None:
-            assert len(kept.lookup) == end.position - len(end.accepted) or end.token_id is None
+        # a text of which it did not see every token (a warm-up's) is of no use to it
+        if kept.lookup is not None and len(kept.lookup) == end.position - len(end.accepted):
             kept.lookup.extend(end.new_token_ids)
         if self._drafter is not None:
             self._drafter.keep(sequence_id, end.position - 1, hidden_H)

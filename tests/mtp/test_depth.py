@@ -158,10 +158,21 @@ def test_times_between_measured_sizes_are_interpolated() -> None:
     assert times.estimate(3) is None
     times.observe(2, 1000)
     assert times.estimate(100) == 1000  # unknown, so worth a try
+    assert times.estimate(1) == 500
     times.observe(6, 2000)
     assert times.estimate(4) == 1500
-    times.observe(6, 1_000_000)  # a disturbed step counts as four
-    assert times.estimate(6) == 2000 + (4 * 2000 - 2000) // 8
+    times.observe(6, 1_000_000)  # a disturbed step
+    assert times.estimate(6) == 2000 + 1000 // 16
+
+
+def test_a_disturbed_first_measurement_is_mended_by_the_next_and_by_larger_sizes() -> None:
+    times = TimeAverages()
+    times.observe(2, 50_000)
+    times.observe(5, 3_000)
+    assert times.estimate(2) == 3_000
+    for _ in range(9):
+        times.observe(2, 1_000)
+    assert times.estimate(2) < 1_100
 
 
 def test_buckets_are_exact_for_small_sizes_and_never_shrink() -> None:
