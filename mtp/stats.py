@@ -20,8 +20,8 @@ FORGET_AFTER = 128
 TIMES_HOLD_STEPS = 512
 """Steps after which a time that was not measured again is forgotten."""
 RISE_SHIFT, FALL_SHIFT = 4, 1
-"""A longer step moves the average by 1 / 16 of the difference, a shorter one by 1 / 2: what disturbs
-a step makes it longer, so the average stays near the undisturbed times."""
+"""A longer step moves the average by 1 / 16 of the difference, a shorter one by 1 / 2: what
+disturbs a step makes it longer, so the average stays near the undisturbed times."""
 MAX_TIME_RISE = 2
 """A step that took longer than the average by more than 1 / 2 was disturbed, and counts as that."""
 
