@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgpack
 
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.params import Constraint, SamplingParams
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult, TokenLogprob
 from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
@@ -208,6 +208,8 @@ def _call(scheduler: Scheduler, name: str, arguments: tuple[Any, ...]) -> tuple[
 def _request_values(request: Request) -> list[Any]:
     params = {field.name: getattr(request.params, field.name) for field in fields(SamplingParams)}
     params["logit_bias"] = dict(request.params.logit_bias)
+    constraint = request.params.constraint
+    params["constraint"] = constraint and asdict(constraint)
     return [
         request.request_id,
         request.prompt_token_ids,
@@ -220,10 +222,11 @@ def _request_values(request: Request) -> list[Any]:
 
 def _request(values: tuple[Any, ...]) -> Request:
     request_id, prompt_token_ids, params, num_sequences, priority, cache_salt = values
+    constraint = params.pop("constraint")
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
-        params=SamplingParams(**params),
+        params=SamplingParams(**params, constraint=constraint and Constraint(**constraint)),
         num_sequences=num_sequences,
         priority=priority,
         cache_salt=cache_salt,

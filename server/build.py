@@ -40,12 +40,14 @@ from whalepod.server.engine.acceptance_check import (
 )
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
+from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner, RunnerSequence
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import SamplingState
 from whalepod.server.engine.speculation import Speculator
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
+from whalepod.server.structured.interface import Compiler
 
 EMBEDDED_MODEL = "tiny"
 SHARE_OF_FREE_MEMORY = 0.5
@@ -123,6 +125,7 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         depth=_new_depth(config.speculation) if speculator else None,
         seed=config.source.seed,
         hooks=_new_hooks(config, loaded.folder, eos_token_ids),
+        grammars=_new_grammars(loaded, eos_token_ids),
         journal=journal,
     )
 
@@ -448,6 +451,20 @@ def _new_hooks(
     from whalepod.server.engine.script_text import load_encode  # brings transformers with it
 
     return TestHooks(encode=load_encode(folder), eos_token_id=min(eos_token_ids))
+
+
+def _new_grammars(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> GrammarStore | None:
+    file, vocab_size = loaded.folder / "tokenizer.json", loaded.config.vocab_size
+    if not file.exists() or not eos_token_ids:
+        return None
+
+    def load() -> Compiler:
+        from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
+
+        text = file.read_text(encoding="utf-8")
+        return LlguidanceCompiler(text, vocab_size, sorted(eos_token_ids))
+
+    return GrammarStore(load)
 
 
 def warm_up(runner: Runner, limits: SchedulerConfig, num_drafts: int = 0) -> None:

@@ -17,6 +17,7 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row, RowResult, StepResult, TokenLogprob
 from whalepod.scheduler.request import Sequence
 from whalepod.server.engine.batching import BatchBuilder
+from whalepod.server.engine.grammar import GrammarState
 from whalepod.server.engine.sampler import Sampler, Wanted, logprobs
 from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
 from whalepod.server.engine.scripted import Script, ScriptError
@@ -52,7 +53,10 @@ class RunnerSequence:
 
 
 def new_runner_sequence(
-    sequence: Sequence, eos_token_ids: frozenset[int], script: Script | None = None
+    sequence: Sequence,
+    eos_token_ids: frozenset[int],
+    script: Script | None = None,
+    grammar: GrammarState | None = None,
 ) -> RunnerSequence:
     """Return what the runner needs of a sequence that the scheduler has queued."""
     request, params = sequence.request, sequence.request.params
@@ -62,6 +66,7 @@ def new_runner_sequence(
         request.prompt_token_ids,
         seed_of_branch(params.seed, sequence.index),
         eos_token_ids.union(params.stop_token_ids),
+        grammar,
     )
     return RunnerSequence(
         state=state, wants_prompt_logprobs=sequence.reports_prompt_logprobs, script=script

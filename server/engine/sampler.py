@@ -1,10 +1,10 @@
 """Chooses tokens: argmax(log p + g(seed, position)), where greedy is g = 0.
 
-p is the model's distribution after, in this order: min_tokens, logit_bias, repetition, frequency
-and presence penalties, temperature, min-p, top-k, top-p (the order of vLLM). The Gumbel noise g
-makes the argmax a draw from p; it depends on the sequence's seed and on the token's position
-alone, so neighbours, chunks and drafts change nothing. Where values tie the lowest id wins, and
-top-k and top-p keep all tokens that tie with the last one kept.
+p is the model's distribution after, in this order: grammar, min_tokens, logit_bias, repetition,
+frequency and presence penalties, temperature, min-p, top-k, top-p (the order of vLLM). The Gumbel
+noise g makes the argmax a draw from p; it depends on the sequence's seed and on the token's
+position alone, so neighbours, chunks and drafts change nothing. Where values tie the lowest id
+wins, and top-k and top-p keep all tokens that tie with the last one kept.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def _argmax(x_BV: Tensor) -> tuple[list[int], list[float]]:
 
 
 def _edit(logits_BV: Tensor, wanted: Sequence[Wanted]) -> None:
-    """Apply min_tokens, logit_bias and penalties in place; all rows in one call each."""
+    """Apply grammars, min_tokens, logit_bias and penalties in place; all rows in one call each."""
+    _keep_to_grammars(logits_BV, wanted)
     stops = [(w.state.stop_token_ids, w.state.masks_stops(w.position)) for w in wanted]
     rows, ids = _flat_index([ids if masked else ids[:0] for ids, masked in stops])
     logits_BV[rows, ids] = -torch.inf
@@ -180,6 +181,15 @@ def _edit(logits_BV: Tensor, wanted: Sequence[Wanted]) -> None:
 
     if penalised := [row for row, w in enumerate(wanted) if w.state.has_penalties]:
         _penalise(logits_BV, penalised, [wanted[row] for row in penalised])
+
+
+def _keep_to_grammars(logits_BV: Tensor, wanted: Sequence[Wanted]) -> None:
+    for row, want in enumerate(wanted):
+        if want.state.grammar is None:
+            continue
+        allowed_V = want.state.grammar.allowed(want.before)
+        if allowed_V is not None:
+            logits_BV[row, torch.from_numpy(~allowed_V)] = -torch.inf
 
 
 def _penalise(logits_BV: Tensor, rows: list[int], wanted: list[Wanted]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whalepod.scheduler.params import SamplingParams
+from whalepod.server.engine.grammar import GrammarState
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float32]
@@ -25,8 +26,8 @@ class SamplingState:
     """
 
     __slots__ = (
-        "_counts", "bias_ids", "bias_values", "has_penalties", "is_greedy", "num_prompt_tokens",
-        "params", "plain_from", "prompt_token_ids", "seed", "stop_token_ids",
+        "_counts", "bias_ids", "bias_values", "grammar", "has_penalties", "is_greedy",
+        "num_prompt_tokens", "params", "plain_from", "prompt_token_ids", "seed", "stop_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -35,8 +36,10 @@ class SamplingState:
         prompt_token_ids: Sequence[int],
         seed: int,
         stop_token_ids: Collection[int] = (),
+        grammar: GrammarState | None = None,
     ) -> None:
         self.params = params
+        self.grammar = grammar
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.seed = as_int64(seed)
@@ -54,7 +57,7 @@ class SamplingState:
 
     def _plain_from(self) -> float:
         """Return the first position whose token is simply the likeliest of the model's logits."""
-        if not self.is_greedy or self.has_penalties or len(self.bias_ids):
+        if not self.is_greedy or self.has_penalties or len(self.bias_ids) or self.grammar:
             return math.inf
         return self.num_prompt_tokens + self.params.min_tokens
 
@@ -68,6 +71,8 @@ class SamplingState:
         Counting what rows bring, not what was sampled, makes a repeated step, a recomputed
         sequence and a rejected draft harmless.
         """
+        if self.grammar is not None:
+            self.grammar.observe(start, token_ids)
         if self.has_penalties:
             self.counts.observe(start, token_ids)
 

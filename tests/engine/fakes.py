@@ -23,6 +23,7 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
+from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import seed_of_branch
@@ -185,6 +186,7 @@ def make_core(
     max_model_len: int = 512,
     model: FakeModel | None = None,
     hooks: bool = False,
+    grammars: GrammarStore | None = None,
     mtp: FakeMtp | None = None,
     has_mtp: bool = True,
     with_lookup: bool = False,
@@ -232,6 +234,7 @@ def make_core(
         info,
         depth=depth,
         hooks=TestHooks(encode=encode_letters, eos_token_id=EOS) if hooks else None,
+        grammars=grammars,
     )
 
 
