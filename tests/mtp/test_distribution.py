@@ -38,9 +38,7 @@ def answers(by_rejection: bool) -> Counter[tuple[int, ...]]:
             top_k=TOP_K, temperature=1.5, max_tokens=NUM_TOKENS + 2, seed=seed, ignore_eos=True
         )
         name = str(seed)
-        assert not core.receive(
-            [Submit(request_id=name, prompt_token_ids=PROMPT, params=params)]
-        )
+        assert not core.receive([Submit(request_id=name, prompt_token_ids=PROMPT, params=params)])
         kept[name] = []
         if (seed + 1) % 64 == 0 or seed + 1 == NUM_ANSWERS:
             while core.has_work:
