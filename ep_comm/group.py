@@ -10,7 +10,7 @@ import torch
 
 from whalepod.ep_comm.transport.interface import Topology, Transport
 
-_COUNT_BITS = 32
+_COUNT_BITS = 20
 ABORTED = (1 << _COUNT_BITS) - 1
 """A count that says: this rank gave up the call of this epoch."""
 LOST = ABORTED - 1
@@ -23,7 +23,7 @@ def signal_value(epoch: int, count: int) -> int:
     The epoch stands above the count, so a wait for "at least this epoch" needs nothing zeroed
     before, and a word left over from an earlier call is too small to be taken for this one.
     """
-    assert 0 < epoch < 1 << 30, epoch
+    assert 0 < epoch < 1 << (63 - _COUNT_BITS), epoch
     assert 0 <= count <= ABORTED, count
     return (epoch << _COUNT_BITS) | count
 

@@ -86,7 +86,8 @@ def nodes_hit(is_token_in_rank_TR: Tensor, num_nodes: int) -> Tensor:
 
     Its sum over nodes is the number of copies that two-level forwarding sends of a token.
     """
-    return is_token_in_rank_TR.view(len(is_token_in_rank_TR), num_nodes, -1).any(dim=2)
+    num_tokens, num_ranks = is_token_in_rank_TR.shape
+    return is_token_in_rank_TR.view(num_tokens, num_nodes, num_ranks // num_nodes).any(dim=2)
 
 
 def slots(is_member_TR: Tensor) -> Tensor:

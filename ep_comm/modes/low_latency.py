@@ -294,6 +294,17 @@ class LowLatency:
         for words in (self._regions.dispatch_words, self._regions.combine_words):
             self._signal_all(words, self._epoch, ABORTED)
 
+    def resume(self, call: int) -> None:
+        """Number the next dispatch `call`, on all ranks, after they synchronised.
+
+        `call` must be above all numbers used so far; brings ranks that failed at different places
+        of a step together again. Live results are forgotten.
+        """
+        if call <= self._epoch:
+            raise ValueError(f"call {call} must be above {self._epoch}, which was used")
+        self._live.clear()
+        self._epoch = call - 1
+
     # -- inside --------------------------------------------------------------------------------
 
     def _begin_epoch(self) -> int:
