@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from whalepod.ep_comm.group import (
-    ABORTED,
     Arrivals,
     CallStatus,
     Expected,
@@ -85,8 +84,9 @@ class Exchange:
         """Take part in the next exchange only by giving it up."""
         self._epoch += 1
         word = self._regions.words.word(self._place(self._group.rank))
+        value = signal_value(self._epoch, self._group.abort_count())
         for rank in self._group.live():
-            self._group.transport.signal_op(word, signal_value(self._epoch, ABORTED), rank)
+            self._group.transport.signal_op(word, value, rank)
 
     def resume(self, number: int) -> None:
         """Number the next exchange `number`, above all used so far, on all ranks."""

@@ -11,10 +11,10 @@ import torch
 from whalepod.ep_comm.transport.interface import Topology, Transport
 
 _COUNT_BITS = 20
-ABORTED = (1 << _COUNT_BITS) - 1
-"""A count that says: this rank gave up the call of this epoch."""
-LOST = ABORTED - 1
-"""A count that says: the rows did not reach the rank that should have forwarded them."""
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
+MAX_RANKS = 4096
+_FIRST_ABORT = (1 << _COUNT_BITS) - MAX_RANKS
+"""Counts from here on say: this rank gave the call up, because of rank (count - this)."""
 
 
 def signal_value(epoch: int, count: int) -> int:
@@ -24,8 +24,11 @@ def signal_value(epoch: int, count: int) -> int:
     before, and a word left over from an earlier call is too small to be taken for this one.
     """
     assert 0 < epoch < 1 << (63 - _COUNT_BITS), epoch
-    assert 0 <= count <= ABORTED, count
+    assert 0 <= count < 1 << _COUNT_BITS, count
     return (epoch << _COUNT_BITS) | count
+
+
+_CAUSES = ("late", "aborted", "blamed", "overtaken", "masked", "lost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,8 @@ class CallStatus:
     """How a call ended. If not `ok`, what the missing ranks owed counts as zero in its result.
 
     late       no signal before the deadline: suspect from now on
-    aborted    the rank gave the call up (its step raised)
+    aborted    the rank gave the call up: its step raised, or it misses another rank
+    blamed     the rank because of which others gave up (itself, if its own step raised)
     overtaken  the rank is already at a later call: the group went on without this rank
     masked     suspect since an earlier call, not waited for
     lost       live, but a dead rank on the way did not forward its rows
@@ -43,6 +47,7 @@ class CallStatus:
     epoch: int
     late: tuple[int, ...] = ()
     aborted: tuple[int, ...] = ()
+    blamed: tuple[int, ...] = ()
     overtaken: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
@@ -52,16 +57,27 @@ class CallStatus:
         return not self.missing
 
     @property
+    def must_stop(self) -> bool:
+        """Return whether this call cannot go on; without ranks that were masked before it can."""
+        return bool(self.late or self.aborted or self.overtaken)
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Return every rank whose part is not in the result."""
-        parts = (self.late, self.aborted, self.overtaken, self.masked, self.lost)
-        return tuple(sorted({rank for part in parts for rank in part}))
+        return tuple(sorted({rank for cause in _CAUSES for rank in getattr(self, cause)}))
 
     def __str__(self) -> str:
-        causes = ("late", "aborted", "overtaken", "masked", "lost")
-        found = [f"{cause}: ranks {list(getattr(self, cause))}" for cause in causes]
+        found = [f"{cause}: ranks {list(getattr(self, cause))}" for cause in _CAUSES]
         missing = "; ".join(text for text in found if not text.endswith("[]"))
         return f"{self.operation} of epoch {self.epoch}: {missing or 'complete'}"
+
+
+def merge(first: CallStatus, second: CallStatus) -> CallStatus:
+    """Return the status of two phases of a call, named after the second."""
+    if first.ok:
+        return second
+    found = {c: tuple(sorted({*getattr(first, c), *getattr(second, c)})) for c in _CAUSES}
+    return CallStatus(operation=second.operation, epoch=second.epoch, **found)
 
 
 class CallFailed(RuntimeError):
@@ -75,15 +91,18 @@ class CallFailed(RuntimeError):
 class Group:
     """The ranks that dispatch and combine together, as this one sees them.
 
-    Owns the set of suspect ranks (local: the control plane decides who stays in the group) and how
-    long this rank has waited for each other one.
+    Owns the set of suspect ranks (local: the control plane decides who stays in the group), the one
+    to blame for the last failure, and how long this rank has waited for each other one.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.rank = transport.rank
         self.num_ranks = transport.topology.num_ranks
+        if self.num_ranks > MAX_RANKS:
+            raise ValueError(f"{self.num_ranks} ranks in a group, at most {MAX_RANKS} can be named")
         self.suspects: set[int] = set()
+        self.culprit: int | None = None
         self.wait_ms_R = torch.zeros(self.num_ranks, dtype=torch.float64)
 
     @property
@@ -92,6 +111,10 @@ class Group:
 
     def deadline(self, timeout_ms: float) -> float:
         return self.transport.now_ms() + timeout_ms
+
+    def abort_count(self) -> int:
+        """Return the count that gives a call up and says because of whom."""
+        return _FIRST_ABORT + (self.rank if self.culprit is None else self.culprit)
 
     def readmit(self, rank: int) -> None:
         """Wait for `rank` again: it has come back at a new membership epoch."""
@@ -117,9 +140,8 @@ class Arrivals:
         self._group = group
         self._operation, self._epoch = operation, epoch
         self._seen: dict[Expected, int] = {}
-        self._found: dict[str, set[int]] = {
-            cause: set() for cause in ("late", "aborted", "overtaken", "masked", "lost")
-        }
+        self._found: dict[str, set[int]] = {cause: set() for cause in _CAUSES}
+        self._found["masked"] |= group.suspects
 
     def wait(self, expected: Iterable[Expected], deadline_ms: float) -> dict[int, int]:
         """Return by source the counts of the signals that came in time and mean something."""
@@ -133,10 +155,12 @@ class Arrivals:
     def check_unchanged(self) -> None:
         """Find the ranks that wrote again while this one was reading: what it read may be torn.
 
-        That happens only to a rank which the others have given up.
+        That happens only to a rank which the others have given up. (An abort of the next call may
+        take the word at any time; it brings no rows.)
         """
         for signal, value in self._seen.items():
-            if self._group.transport.signal_fetch(signal.word) != value:
+            now = self._group.transport.signal_fetch(signal.word)
+            if now != value and now & _COUNT_MASK < _FIRST_ABORT:
                 self._found["overtaken"].add(signal.writer)
 
     def status(self) -> CallStatus:
@@ -147,7 +171,8 @@ class Arrivals:
         """Return the word's value, or None where the rank is suspect or becomes so."""
         group, (source, word, writer) = self._group, signal
         if source in group.suspects or writer in group.suspects:
-            self._found["masked" if source in group.suspects else "lost"].add(source)
+            if source not in group.suspects:
+                self._found["lost"].add(source)
             return None
         start_ms = group.transport.now_ms()
         arrived, value = group.transport.signal_wait(
@@ -157,6 +182,7 @@ class Arrivals:
         if arrived:
             return value
         group.suspects.add(writer)
+        group.culprit = writer
         self._found["late"].add(writer)
         if source != writer:
             self._found["lost"].add(source)
@@ -164,13 +190,13 @@ class Arrivals:
 
     def _read(self, signal: Expected, value: int) -> int | None:
         """Return the count in `value`, or None and the reason in `_found`."""
-        epoch, count = value >> _COUNT_BITS, value & ABORTED
-        if epoch != self._epoch:
+        epoch, count = value >> _COUNT_BITS, value & _COUNT_MASK
+        if count >= _FIRST_ABORT:  # also of a later call: an abort waits for nobody
+            self._group.culprit = count - _FIRST_ABORT
+            self._found["aborted"].add(signal.writer)
+            self._found["blamed"].add(count - _FIRST_ABORT)
+        elif epoch != self._epoch:
             self._found["overtaken"].add(signal.writer)
-        elif count == ABORTED:
-            self._found["aborted"].add(signal.source)
-        elif count == LOST:
-            self._found["lost"].add(signal.source)
         else:
             self._seen[signal] = value
             return count

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from whalepod.ep_comm.group import ABORTED, LOST, Expected, signal_value
+from whalepod.ep_comm.group import Expected, Group, signal_value
 from whalepod.ep_comm.heap import HeapLayout, Region
 from whalepod.ep_comm.rows import Outbox
-from whalepod.ep_comm.transport.interface import Transport
 
 NUM_SETS = 2
 _CHUNK_BITS = 12
@@ -83,13 +82,10 @@ class Lane:
         data = records.view(-1)
         outbox.send(rank, self._offset(turn, place), data, word, turn.epoch, count)
 
-    def give_up(self, transport: Transport, rank: int, turn: Turn, place: int) -> None:
+    def give_up(self, group: Group, rank: int, turn: Turn, place: int) -> None:
         """Tell `rank` that this rank sends nothing for a turn, because it gave the call up."""
-        transport.signal_op(self.word(turn, place), signal_value(turn.epoch, ABORTED), rank)
-
-    def lose(self, transport: Transport, rank: int, turn: Turn, place: int) -> None:
-        """Tell `rank` that what this rank should have forwarded never came."""
-        transport.signal_op(self.word(turn, place), signal_value(turn.epoch, LOST), rank)
+        value = signal_value(turn.epoch, group.abort_count())
+        group.transport.signal_op(self.word(turn, place), value, rank)
 
     def word(self, turn: Turn, place: int) -> int:
         return self.words.word(self._block(turn, place))

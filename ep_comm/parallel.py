@@ -15,6 +15,10 @@ from whalepod.ep_comm.modes.low_latency import LowLatency
 from whalepod.ep_comm.modes.throughput import Throughput
 from whalepod.kernels.interface import Kernels, Packed
 
+COMBINE_PATIENCE = 2.0
+"""A combine waits longer than a dispatch: a rank may come to it only after its own dispatch has
+run into the timeout, and must not be taken for the dead one."""
+
 
 class LowLatencyExperts:
     """`RoutedExperts` over the low-latency mode: every choice is computed as a row of its own.
@@ -48,7 +52,9 @@ class LowLatencyExperts:
         ids_S1 = torch.arange(len(count_E)).repeat_interleave(count_E)[:, None]
         x_SH = result.rows[: len(ids_S1)].to(x_TH.dtype)
         y_SH = self._kernels.experts(x_SH, ids_S1, torch.ones(ids_S1.shape), self._packed)
-        y_TH, status = self._mode.combine(y_SH, result.handle, weights_TK, self._timeout_ms)
+        y_TH, status = self._mode.combine(
+            y_SH, result.handle, weights_TK, COMBINE_PATIENCE * self._timeout_ms
+        )
         _raise_unless_ok(status)
         return y_TH
 
@@ -78,7 +84,9 @@ class ThroughputExperts:
         y_NH = self._kernels.experts(
             received.x_NH.to(x_TH.dtype), received.ids_NK, received.weights_NK, self._packed
         )
-        y_TH, _, status = self._mode.combine(y_NH, received.routing, self._timeout_ms)
+        y_TH, _, status = self._mode.combine(
+            y_NH, received.routing, COMBINE_PATIENCE * self._timeout_ms
+        )
         _raise_unless_ok(status)
         return y_TH.to(x_TH.dtype)
 

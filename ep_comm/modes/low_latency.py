@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from whalepod.ep_comm import layout
-from whalepod.ep_comm.group import ABORTED, Arrivals, CallStatus, Expected, Group, signal_value
+from whalepod.ep_comm.group import Arrivals, CallStatus, Expected, Group, signal_value
 from whalepod.ep_comm.heap import Region
 from whalepod.ep_comm.modes.low_latency_config import (
     NUM_SETS,
@@ -144,8 +144,11 @@ class LowLatency:
         timeout_ms: float,
         weights_TK: Tensor | None = None,
     ) -> Dispatched:
-        """Send and receive in one go."""
-        return self.send_dispatch(x_TH, ids_TK, weights_TK).receive(timeout_ms)
+        """Send and receive in one go. The time runs from the call, so that of two ranks which
+        wait for each other the first to be late is the first to say so."""
+        deadline_ms = self.group.deadline(timeout_ms)
+        flight = self.send_dispatch(x_TH, ids_TK, weights_TK)
+        return flight.receive(deadline_ms - self.group.transport.now_ms())
 
     def send_dispatch(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor | None = None
@@ -233,8 +236,10 @@ class LowLatency:
     def combine(
         self, y: Tensor, handle: Handle, weights_TK: Tensor, timeout_ms: float
     ) -> tuple[Tensor, CallStatus]:
-        """Send and receive in one go."""
-        return self.send_combine(y, handle).receive(weights_TK, timeout_ms)
+        """Send and receive in one go; the time runs from the call."""
+        deadline_ms = self.group.deadline(timeout_ms)
+        flight = self.send_combine(y, handle)
+        return flight.receive(weights_TK, deadline_ms - self.group.transport.now_ms())
 
     def send_combine(self, y: Tensor, handle: Handle) -> CombineInFlight:
         """Send the experts' rows (laid out as the dispatched ones) back to the tokens' ranks."""
@@ -280,7 +285,7 @@ class LowLatency:
     def abandon(self, handle: Handle) -> None:
         """Give a dispatched result up without its combine: peers are told, and its set is free."""
         self._live.discard(handle.epoch)
-        self._signal_all(self._regions.combine_words, handle.epoch, ABORTED)
+        self._signal_abort(self._regions.combine_words, handle.epoch)
 
     def abort(self) -> None:
         """Take part in the next call only by giving it up, and all live results too.
@@ -288,11 +293,11 @@ class LowLatency:
         Keeps this rank in step with the others after its own step raised.
         """
         for epoch in sorted(self._live):
-            self._signal_all(self._regions.combine_words, epoch, ABORTED)
+            self._signal_abort(self._regions.combine_words, epoch)
         self._live.clear()
         self._epoch += 1
         for words in (self._regions.dispatch_words, self._regions.combine_words):
-            self._signal_all(words, self._epoch, ABORTED)
+            self._signal_abort(words, self._epoch)
 
     def resume(self, call: int) -> None:
         """Number the next dispatch `call`, on all ranks, after they synchronised.
@@ -304,6 +309,7 @@ class LowLatency:
             raise ValueError(f"call {call} must be above {self._epoch}, which was used")
         self._live.clear()
         self._epoch = call - 1
+        self.group.culprit = None
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -372,10 +378,11 @@ class LowLatency:
             for rank in range(self.config.num_ranks)
         ]
 
-    def _signal_all(self, words: Region, epoch: int, count: int) -> None:
+    def _signal_abort(self, words: Region, epoch: int) -> None:
         word = words.word(self._place(epoch, self.group.rank))
+        value = signal_value(epoch, self.group.abort_count())
         for rank in self.group.live():
-            self.group.transport.signal_op(word, signal_value(epoch, count), rank)
+            self.group.transport.signal_op(word, value, rank)
 
     def _sum_over_ranks(self, rows_SH: Tensor, owners_TK: Tensor, has_answered_R: Tensor) -> Tensor:
         """Add the ranks' own sums in rank order, f32 `[T, H]`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whalepod.ep_comm import layout
 from whalepod.ep_comm.exchange import Exchange
-from whalepod.ep_comm.group import Arrivals, CallStatus, Group
+from whalepod.ep_comm.group import Arrivals, CallStatus, Group, merge
 from whalepod.ep_comm.lane import Lane, Turn
 from whalepod.ep_comm.modes.throughput_config import ThroughputConfig, ThroughputRegions
 from whalepod.ep_comm.modes.throughput_rows import Received, Routing, RowsByArrival, TokenSums
@@ -63,6 +63,7 @@ class Throughput:
         x                [T, H], or e4m3 [T, H] and f32 scales [T, H / 128] that go with it
         ids_TK           [T, K] int64 global expert ids, -1: none
         weights_TK       [T, K] f32, delivered to the experts' ranks
+        timeout_ms       for the counts, and then for each chunk
         num_static_rows  allocate so many rows whatever comes (for graphs)
 
         Raises ValueError for bad input; if more than `num_static_rows` rows come to any rank, on
@@ -119,21 +120,21 @@ class Throughput:
         status: CallStatus | None,
     ) -> Received:
         self._num_dispatches += 1
-        deadline_ms = self.group.deadline(timeout_ms)
-        last_ms = deadline_ms + self._grace(timeout_ms)
         count_R = routing.count_RR[:, self.group.rank]
         first_R = (count_R.cumsum(0) - count_R).tolist()
         num_rows = int(count_R.sum())
         rows = RowsByArrival(self.config, num_static_rows or num_rows)
         turn = Turn(self._num_dispatches, 0)
-        while turn.chunk < routing.num_chunks and (status is None or status.ok):
+        while turn.chunk < routing.num_chunks and not (status and status.must_stop):
+            deadline_ms = self.group.deadline(timeout_ms)
             self._send_chunk(turn, values_TH, scales_TG, routing)
             status = self._forward_chunk(turn, routing, deadline_ms)
+            last_ms = deadline_ms + self._grace(timeout_ms)
             arrived = self._receive_chunk(turn, rows, first_R, routing, last_ms)
-            status = arrived if status is None or status.ok else status
+            status = merge(status, arrived)
             turn = turn.next()
         assert status is not None
-        if not status.ok:
+        if status.must_stop:
             self._give_up(self._regions.rows, self._regions.forwarded, turn)
         return rows.finish(self.config, self.group.rank, num_rows, routing, status)
 
@@ -177,7 +178,8 @@ class Throughput:
         forwarded = {}
         for v, source in sources.items():
             if source not in counts:
-                self._report_lost(self._regions.rows, turn, source)
+                for rank in self._neighbours:
+                    self._regions.rows.give_up(self.group, rank, turn, source)
                 continue
             records = lane.received(self.group.transport.heap, turn, v, counts[source])
             forwarded[v] = self._pass_on(turn, source, records)
@@ -242,20 +244,21 @@ class Throughput:
         The sum is in f32: over ranks in order, inside each node first (a node's sum is rounded to
         the combine dtype if there are several nodes), then the biases; it is rounded once more.
         """
+        if len(routing.received) < routing.num_chunks:
+            raise ValueError("the dispatch of this routing did not end well: abort the step")
         self._num_combines += 1
-        deadline_ms = self.group.deadline(timeout_ms)
-        last_ms = deadline_ms + self._grace(timeout_ms)
         sums = TokenSums(len(routing.ids_TK), self.config)
         first_R = self._first_rows(routing)
         turn, status = Turn(self._num_combines, 0), None
-        while turn.chunk < routing.num_chunks and (status is None or status.ok):
+        while turn.chunk < routing.num_chunks and not (status and status.must_stop):
+            deadline_ms = self.group.deadline(timeout_ms)
             self._return_chunk(turn, y_NH, weights_NK, first_R, routing)
             status = self._reduce_chunk(turn, routing, deadline_ms)
-            arrived = self._add_chunk(turn, sums, routing, last_ms)
-            status = arrived if status.ok else status
+            last_ms = deadline_ms + self._grace(timeout_ms)
+            status = merge(status, self._add_chunk(turn, sums, routing, last_ms))
             turn = turn.next()
         assert status is not None
-        if not status.ok:
+        if status.must_stop:
             self._give_up(self._regions.returned, self._regions.reduced, turn)
         for term_TH in bias:
             sums.y_TH += term_TH.float()
@@ -273,7 +276,7 @@ class Throughput:
         """Send a chunk's rows to their sources, or to the rank that adds up for them."""
         self.outbox.begin()
         topology = self.config.topology
-        received = routing.received[turn.chunk] if turn.chunk < len(routing.received) else {}
+        received = routing.received[turn.chunk]
         for source in range(self.config.num_ranks):
             count, first = received.get(source, 0), first_R[source]
             first_R[source] += count
@@ -303,12 +306,13 @@ class Throughput:
             )
             if source in self.group.suspects:
                 continue
-            if len(counts) < len(places) or v not in hits:
-                returned = self._regions.returned
-                returned.lose(self.group.transport, source, turn, self.group.rank)
+            if arrivals.status().must_stop:
+                self._regions.returned.give_up(self.group, source, turn, self.group.rank)
                 continue
             part = TokenSums(len(hits[v]), self.config)
             for j, (rank, place) in enumerate(places.items()):
+                if rank not in counts:
+                    continue
                 records = lane.received(self.group.transport.heap, turn, place, counts[rank])
                 part.add(hits[v][:, j].nonzero().squeeze(1), self._back.views(records))
             block = self._regions.returned.open(
@@ -370,6 +374,7 @@ class Throughput:
             raise ValueError(f"call {call} must be above {used}, which may be in use")
         self._num_dispatches = self._num_combines = call - 1
         self._counts.resume(call)
+        self.group.culprit = None
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -418,28 +423,23 @@ class Throughput:
     def _grace(self, timeout_ms: float) -> float:
         return _FORWARD_GRACE * timeout_ms if self._far_nodes else 0.0
 
-    def _report_lost(self, lane: Lane, turn: Turn, source: int) -> None:
-        for rank in self._neighbours:
-            if rank not in self.group.suspects:
-                lane.lose(self.group.transport, rank, turn, source)
-
     def _give_up(self, direct: Lane, relayed: Lane, turn: Turn) -> None:
         """Tell everyone who would wait for this rank at `turn` that nothing comes."""
-        topology, transport = self.config.topology, self.group.transport
+        topology = self.config.topology
         is_dispatch = direct is self._regions.rows
         for rank in self.group.live():
             far = topology.node_of(rank) != self._node
             if not far:
-                direct.give_up(transport, rank, turn, self.group.rank)
+                direct.give_up(self.group, rank, turn, self.group.rank)
             elif topology.index_of(rank) == self._index:
                 lane, place = (relayed, self._node) if is_dispatch else (direct, self.group.rank)
-                lane.give_up(transport, rank, turn, place)
+                lane.give_up(self.group, rank, turn, place)
             if not far and not is_dispatch:
                 for v in self._far_nodes:
-                    relayed.give_up(transport, rank, turn, self._place(v, self._index))
+                    relayed.give_up(self.group, rank, turn, self._place(v, self._index))
             if not far and is_dispatch:
                 for v in self._far_nodes:
-                    direct.lose(transport, rank, turn, topology.rank_at(v, self._index))
+                    direct.give_up(self.group, rank, turn, topology.rank_at(v, self._index))
 
     def _first_rows(self, routing: Routing) -> list[int]:
         count_R = routing.count_RR[:, self.group.rank]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -30,16 +30,16 @@ NUM_EXPERTS, NUM_CHOICES, HIDDEN, MAX_TOKENS = 16, 4, 16, 6
 
 
 def make_config(num_ranks: int, **changes: object) -> LowLatencyConfig:
-    config = LowLatencyConfig(
-        num_ranks=num_ranks,
-        num_experts=NUM_EXPERTS,
-        num_choices=NUM_CHOICES,
-        hidden=HIDDEN,
-        max_tokens=MAX_TOKENS,
-        dispatch_dtype="float32",
-        combine_dtype="float32",
-    )
-    return replace(config, **changes)  # type: ignore[arg-type]
+    fields: dict[str, object] = {
+        "num_ranks": num_ranks,
+        "num_experts": NUM_EXPERTS,
+        "num_choices": NUM_CHOICES,
+        "hidden": HIDDEN,
+        "max_tokens": MAX_TOKENS,
+        "dispatch_dtype": "float32",
+        "combine_dtype": "float32",
+    }
+    return LowLatencyConfig(**(fields | changes))  # type: ignore[arg-type]
 
 
 def make_heap(config: LowLatencyConfig) -> tuple[HeapLayout, LowLatencyRegions]:

@@ -34,19 +34,19 @@ LAYOUTS = [(1, 1), (2, 2), (2, 1), (4, 2), (8, 8), (8, 2)]
 
 
 def make_config(num_ranks: int, ranks_per_node: int, **changes: object) -> ThroughputConfig:
-    config = ThroughputConfig(
-        num_ranks=num_ranks,
-        ranks_per_node=ranks_per_node,
-        num_experts=NUM_EXPERTS,
-        num_choices=NUM_CHOICES,
-        hidden=HIDDEN,
-        max_tokens=MAX_TOKENS,
-        chunk_tokens=4,
-        dispatch_dtype="float32",
-        combine_dtype="float32",
-        expert_alignment=4,
-    )
-    return replace(config, **changes)  # type: ignore[arg-type]
+    fields: dict[str, object] = {
+        "num_ranks": num_ranks,
+        "ranks_per_node": ranks_per_node,
+        "num_experts": NUM_EXPERTS,
+        "num_choices": NUM_CHOICES,
+        "hidden": HIDDEN,
+        "max_tokens": MAX_TOKENS,
+        "chunk_tokens": 4,
+        "dispatch_dtype": "float32",
+        "combine_dtype": "float32",
+        "expert_alignment": 4,
+    }
+    return ThroughputConfig(**(fields | changes))  # type: ignore[arg-type]
 
 
 def make_heap(config: ThroughputConfig) -> tuple[HeapLayout, ThroughputRegions]:
