@@ -80,6 +80,11 @@ class Exchange:
         arrivals.check_unchanged()
         return found, arrivals.status()
 
+    @property
+    def number(self) -> int:
+        """Return the number of the last exchange."""
+        return self._epoch
+
     def abort(self) -> None:
         """Take part in the next exchange only by giving it up."""
         self._epoch += 1

@@ -1,15 +1,55 @@
-"""The tensors that a low-latency dispatch fills for the experts of a rank."""
+"""What a low-latency dispatch gives to the experts of a rank, and the tensors it fills."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from whalepod.ep_comm import layout
+from whalepod.ep_comm.group import CallStatus
 from whalepod.ep_comm.modes.low_latency_config import LowLatencyConfig
 from whalepod.ep_comm.rows import RowViews, raw
 
 _BYTES_PER_WORD = 4
 """Exponent bytes in one int32 of UE8M0 scales."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatched:
+    """What the experts of this rank work on. Rows past an expert's count are garbage.
+
+    rows          `[E_l, R * M, H]`, or `[rows, H]` if packed; of the dispatch dtype
+    scales        f32 `[E_l, R * M, H / 128]` (UE8M0: int32 `[E_l, R * M, H / 512]`), None without
+                  fp8; packed: without the first axis
+    count_E       `[E_l]` int32
+    first_row_E   `[E_l]` int64, an expert's first row if `rows` had no expert axis
+    source_info   int32 token index on the source, of each row
+    ranges_ER     `[E_l, R]` int64, (begin << 32) | count of each source's rows of an expert
+    """
+
+    rows: Tensor
+    scales: Tensor | None
+    count_E: Tensor
+    first_row_E: Tensor
+    source_info: Tensor
+    ranges_ER: Tensor
+    status: CallStatus
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handle:
+    """What combine must know of a dispatch: its own choices, and what came from whom."""
+
+    epoch: int
+    ids_TK: Tensor
+    dtype: torch.dtype
+    counts: Mapping[int, int]
+    spread: layout.ExpertRows
+    weights_NK: Tensor
 
 
 class LowLatencyOutput:

@@ -19,7 +19,8 @@ from torch import Tensor
 from whalepod.ep_comm import layout
 from whalepod.ep_comm.exchange import Exchange
 from whalepod.ep_comm.group import Arrivals, CallStatus, Group, merge
-from whalepod.ep_comm.lane import Lane, Turn
+from whalepod.ep_comm.lane import Turn
+from whalepod.ep_comm.modes.routes import Routes
 from whalepod.ep_comm.modes.throughput_config import ThroughputConfig, ThroughputRegions
 from whalepod.ep_comm.modes.throughput_rows import Received, Routing, RowsByArrival, TokenSums
 from whalepod.ep_comm.rows import Outbox, raw
@@ -42,10 +43,7 @@ class Throughput:
         self._num_dispatches = 0
         self._num_combines = 0
         self._there, self._back = config.dispatch_format, config.combine_format
-        topology = config.topology
-        self._node, self._index = topology.node_of(group.rank), topology.index_of(group.rank)
-        self._neighbours = topology.ranks_of(self._node)
-        self._far_nodes = [v for v in range(topology.num_nodes) if v != self._node]
+        self._routes = Routes(group, config, regions)
 
     # -- dispatch ------------------------------------------------------------------------------
 
@@ -135,7 +133,7 @@ class Throughput:
             turn = turn.next()
         assert status is not None
         if status.must_stop:
-            self._give_up(self._regions.rows, self._regions.forwarded, turn)
+            self._routes.give_up_dispatch(turn)
         return rows.finish(self.config, self.group.rank, num_rows, routing, status)
 
     def _send_chunk(
@@ -143,16 +141,9 @@ class Throughput:
     ) -> None:
         """Send to the neighbours directly, and once to each other node."""
         self.outbox.begin()
-        topology, start = self.config.topology, turn.chunk * self.config.chunk_tokens
+        start = turn.chunk * self.config.chunk_tokens
         is_in_TR = routing.is_token_in_rank_TR[start : start + self.config.chunk_tokens]
-        is_on_TV = layout.nodes_hit(is_in_TR, topology.num_nodes)
-        lane, me = self._regions.rows, self.group.rank
-        routes = [(rank, lane, me, is_in_TR[:, rank]) for rank in self._neighbours]
-        routes += [
-            (topology.rank_at(v, self._index), self._regions.forwarded, self._node, is_on_TV[:, v])
-            for v in self._far_nodes
-        ]
-        for rank, lane, place, is_member_T in routes:
+        for rank, lane, place, is_member_T in self._routes.of_tokens(is_in_TR):
             if rank in self.group.suspects:
                 continue
             tokens = is_member_T.nonzero().squeeze(1) + start
@@ -168,8 +159,7 @@ class Throughput:
 
     def _forward_chunk(self, turn: Turn, routing: Routing, deadline_ms: float) -> CallStatus:
         """Pass on what came from the ranks with this rank's place on the other nodes."""
-        topology, lane = self.config.topology, self._regions.forwarded
-        sources = {v: topology.rank_at(v, self._index) for v in self._far_nodes}
+        lane, sources = self._regions.forwarded, self._routes.partners
         arrivals = Arrivals(self.group, "throughput dispatch, forwarding", turn.epoch)
         counts = arrivals.wait(
             [lane.expect(turn, v, source, source) for v, source in sources.items()], deadline_ms
@@ -178,7 +168,7 @@ class Throughput:
         forwarded = {}
         for v, source in sources.items():
             if source not in counts:
-                for rank in self._neighbours:
+                for rank in self._routes.neighbours:
                     self._regions.rows.give_up(self.group, rank, turn, source)
                 continue
             records = lane.received(self.group.transport.heap, turn, v, counts[source])
@@ -191,9 +181,9 @@ class Throughput:
         """Send each record to the neighbours that its choices name; returns `[n, J]` bool."""
         ids_nK = self._there.views(records).ids_K.long()
         owners_nK = layout.owner_of(ids_nK, self.config.num_experts, self.config.num_ranks)
-        ranks_J = torch.tensor(self._neighbours)
+        ranks_J = torch.tensor(self._routes.neighbours)
         hits_nJ = (owners_nK[:, None, :] == ranks_J[None, :, None]).any(dim=2)
-        for j, rank in enumerate(self._neighbours):
+        for j, rank in enumerate(self._routes.neighbours):
             if rank in self.group.suspects:
                 continue
             chosen = hits_nJ[:, j].nonzero().squeeze(1)
@@ -213,7 +203,7 @@ class Throughput:
         """Copy a chunk's rows behind those that each source sent before."""
         lane, sources = self._regions.rows, range(self.config.num_ranks)
         arrivals = Arrivals(self.group, "throughput dispatch", turn.epoch)
-        expected = [lane.expect(turn, s, s, self._writer_for(s)) for s in sources]
+        expected = [lane.expect(turn, s, s, self._routes.writer_for(s)) for s in sources]
         counts = arrivals.wait(expected, deadline_ms)
         for source, count in counts.items():
             records = lane.received(self.group.transport.heap, turn, source, count)
@@ -259,7 +249,7 @@ class Throughput:
             turn = turn.next()
         assert status is not None
         if status.must_stop:
-            self._give_up(self._regions.returned, self._regions.reduced, turn)
+            self._routes.give_up_combine(turn)
         for term_TH in bias:
             sums.y_TH += term_TH.float()
         y_TH = sums.y_TH.to(self._back.torch_dtype)
@@ -275,16 +265,11 @@ class Throughput:
     ) -> None:
         """Send a chunk's rows to their sources, or to the rank that adds up for them."""
         self.outbox.begin()
-        topology = self.config.topology
         received = routing.received[turn.chunk]
         for source in range(self.config.num_ranks):
             count, first = received.get(source, 0), first_R[source]
             first_R[source] += count
-            node = topology.node_of(source)
-            rank, lane, place = source, self._regions.returned, self.group.rank
-            if node != self._node:
-                rank = topology.rank_at(self._node, topology.index_of(source))
-                lane, place = self._regions.reduced, self._place(node, self._index)
+            rank, lane, place = self._routes.of_sums(source)
             if rank in self.group.suspects:
                 continue
             records = lane.open(self.outbox, rank, turn, place, count)
@@ -297,9 +282,11 @@ class Throughput:
         lane, hits = self._regions.reduced, routing.forwarded[turn.chunk]
         arrivals = Arrivals(self.group, "throughput combine, reduction", turn.epoch)
         self.outbox.begin()
-        for v in self._far_nodes:
-            source = self.config.topology.rank_at(v, self._index)
-            places = {rank: self._place(v, j) for j, rank in enumerate(self._neighbours)}
+        for v, source in self._routes.partners.items():
+            places = {
+                rank: self._routes.place_to_reduce(v, j)
+                for j, rank in enumerate(self._routes.neighbours)
+            }
             counts = arrivals.wait(
                 [lane.expect(turn, place, rank, rank) for rank, place in places.items()],
                 deadline_ms,
@@ -331,8 +318,8 @@ class Throughput:
         start = turn.chunk * self.config.chunk_tokens
         is_in_TR = routing.is_token_in_rank_TR[start : start + self.config.chunk_tokens]
         is_on_TV = layout.nodes_hit(is_in_TR, topology.num_nodes)
-        writers = {v: [topology.rank_at(v, self._index)] for v in self._far_nodes}
-        writers[self._node] = list(self._neighbours)
+        writers = {v: [partner] for v, partner in self._routes.partners.items()}
+        writers[self._routes.node] = list(self._routes.neighbours)
         arrivals = Arrivals(self.group, "throughput combine", turn.epoch)
         expected = [lane.expect(turn, r, r, r) for v in sorted(writers) for r in writers[v]]
         counts = arrivals.wait(expected, deadline_ms)
@@ -342,7 +329,7 @@ class Throughput:
             for rank in writers[v]:
                 if rank not in counts:
                     continue
-                is_member_T = is_in_TR[:, rank] if v == self._node else is_on_TV[:, v]
+                is_member_T = is_in_TR[:, rank] if v == self._routes.node else is_on_TV[:, v]
                 records = lane.received(heap, turn, rank, counts[rank])
                 part.add(is_member_T.nonzero().squeeze(1), self._back.views(records))
             sums.add_part(start, part, is_rounded=topology.num_nodes > 1)
@@ -357,11 +344,8 @@ class Throughput:
         Lets the others know at once when this rank's step has raised.
         """
         self._counts.abort()
-        for call, direct, relayed in (
-            (self._num_dispatches + 1, self._regions.rows, self._regions.forwarded),
-            (self._num_combines + 1, self._regions.returned, self._regions.reduced),
-        ):
-            self._give_up(direct, relayed, Turn(call, 0))
+        self._routes.give_up_dispatch(Turn(self._num_dispatches + 1, 0))
+        self._routes.give_up_combine(Turn(self._num_combines + 1, 0))
 
     def resume(self, call: int) -> None:
         """Number the next dispatch and combine `call`, on all ranks, after they synchronised.
@@ -369,7 +353,7 @@ class Throughput:
         `call` must be above all numbers used so far; brings ranks that failed at different places
         of a step together again.
         """
-        used = max(self._num_dispatches, self._num_combines) + 1
+        used = max(self._num_dispatches, self._num_combines, self._counts.number) + 1
         if call <= used:
             raise ValueError(f"call {call} must be above {used}, which may be in use")
         self._num_dispatches = self._num_combines = call - 1
@@ -409,37 +393,8 @@ class Throughput:
                 f"{num_static_rows}: raise it on all ranks"
             )
 
-    def _place(self, node: int, index: int) -> int:
-        """Return the place of (source node, rank of this node) in the `reduced` lane."""
-        return node * self.config.ranks_per_node + index
-
-    def _writer_for(self, source: int) -> int:
-        """Return the rank that puts the rows of `source` into this rank's heap."""
-        topology = self.config.topology
-        if topology.node_of(source) == self._node:
-            return source
-        return topology.rank_at(self._node, topology.index_of(source))
-
     def _grace(self, timeout_ms: float) -> float:
-        return _FORWARD_GRACE * timeout_ms if self._far_nodes else 0.0
-
-    def _give_up(self, direct: Lane, relayed: Lane, turn: Turn) -> None:
-        """Tell everyone who would wait for this rank at `turn` that nothing comes."""
-        topology = self.config.topology
-        is_dispatch = direct is self._regions.rows
-        for rank in self.group.live():
-            far = topology.node_of(rank) != self._node
-            if not far:
-                direct.give_up(self.group, rank, turn, self.group.rank)
-            elif topology.index_of(rank) == self._index:
-                lane, place = (relayed, self._node) if is_dispatch else (direct, self.group.rank)
-                lane.give_up(self.group, rank, turn, place)
-            if not far and not is_dispatch:
-                for v in self._far_nodes:
-                    relayed.give_up(self.group, rank, turn, self._place(v, self._index))
-            if not far and is_dispatch:
-                for v in self._far_nodes:
-                    direct.give_up(self.group, rank, turn, topology.rank_at(v, self._index))
+        return _FORWARD_GRACE * timeout_ms if self._routes.partners else 0.0
 
     def _first_rows(self, routing: Routing) -> list[int]:
         count_R = routing.count_RR[:, self.group.rank]

@@ -14,13 +14,14 @@ from tests.ep_comm.groups import TIMEOUT_MS, Inputs, make_inputs, run_faulty, ru
 from tests.equality import assert_same_bits
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.heap import HeapLayout
-from whalepod.ep_comm.modes.low_latency import Dispatched, LiveResultError, LowLatency
+from whalepod.ep_comm.modes.low_latency import LiveResultError, LowLatency
 from whalepod.ep_comm.modes.low_latency_config import (
     LowLatencyConfig,
     LowLatencyRegions,
     carve,
     size_hint,
 )
+from whalepod.ep_comm.modes.low_latency_output import Dispatched
 from whalepod.ep_comm.rows import dequantize_rows, quantize_rows
 from whalepod.ep_comm.transport.faulty import FaultyTransport
 from whalepod.ep_comm.transport.interface import Transport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
@@ -20,7 +21,9 @@ from tests.ep_comm.test_throughput import (
     make_config as make_throughput_config,
     make_heap as make_throughput_heap,
 )
+from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.heap import HeapLayout
+from whalepod.ep_comm.modes.low_latency import LowLatency
 from whalepod.ep_comm.transport.faulty import FaultPlan, FaultyTransport
 from whalepod.ep_comm.transport.interface import Topology, Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
@@ -237,6 +240,42 @@ def test_low_latency_over_shared_memory_of_processes(is_faulty: bool) -> None:
     assert found == ["", ""], "\n".join(found)
     named = [name for name in set(os.listdir("/dev/shm")) - before if "whalepod" in name]
     assert named == []
+
+
+def killed_process(descriptors: list[int]) -> None:
+    """Send a dispatch as rank 1 and be killed before receiving."""
+    torch.set_num_threads(1)
+    config = make_config(2)
+    _, regions = make_heap(config)
+    mode = LowLatency(Group(ShmTransport(1, descriptors)), config, regions)
+    mode.send_dispatch(torch.ones(1, config.hidden), torch.tensor([[0, 15, -1, -1]]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.ranks
+def test_a_killed_process_is_named_at_the_deadline_and_its_rows_are_whole() -> None:
+    config = make_config(2)
+    heap, regions = make_heap(config)
+    descriptors = create_heaps(2, heap.num_bytes)
+    process = multiprocessing.get_context("fork").Process(
+        target=killed_process, args=(descriptors,)
+    )
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    transport = ShmTransport(0, descriptors)
+    mode = LowLatency(Group(transport), config, regions)
+    ids_TK = torch.tensor([[0, 15, -1, -1]])
+    result = mode.dispatch(torch.zeros(1, config.hidden), ids_TK, REAL_TIMEOUT_MS)
+    assert result.status.ok, "it had sent its rows"
+    assert bool((result.rows[0, 1] == 1).all())
+    start_ms = transport.now_ms()
+    _, status = mode.combine(result.rows, result.handle, torch.ones(1, 4), 50.0)
+    assert status.late == (1,)
+    assert 50.0 <= transport.now_ms() - start_ms < REAL_TIMEOUT_MS
+    transport.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def test_a_single_rank_needs_no_run() -> None:
