@@ -151,6 +151,18 @@ def raw(values: Tensor) -> Tensor:
     return values.view(torch.uint8) if values.dtype is torch.float8_e4m3fn else values
 
 
+def gather_rows(rows_SH: Tensor, index_N: Tensor, out_NH: Tensor) -> None:
+    """Copy rows `index_N` of `rows_SH` to `out_NH`, converting the dtype if they differ.
+
+    Both may be strided views with contiguous rows: then each row is one memory copy.
+    """
+    source, target = raw(rows_SH), raw(out_NH)
+    if source.dtype == target.dtype:
+        torch.index_select(source, 0, index_N, out=target)
+    else:
+        target.copy_(source.index_select(0, index_N))
+
+
 def weighted_sum(rows_SH: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return sum_k weights[t, k] * rows[row[t, k]], f32 `[T, H]`, added in k order; -1 is skipped.
 
@@ -160,8 +172,13 @@ def weighted_sum(rows_SH: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     for k in range(row_TK.shape[1]):
         row_T = row_TK[:, k]
         is_absent_T = row_T < 0
-        y_TH = rows_SH[row_T.clamp(min=0)].float().masked_fill(is_absent_T[:, None], 0.0)
-        sum_TH = sum_TH + y_TH * weights_TK[:, k].masked_fill(is_absent_T, 0.0)[:, None]
+        if bool(is_absent_T.all()):
+            continue
+        y_TH = rows_SH.index_select(0, row_T.clamp(min=0)).float()
+        y_TH.mul_(weights_TK[:, k, None])
+        if bool(is_absent_T.any()):
+            y_TH.masked_fill_(is_absent_T[:, None], 0.0)
+        sum_TH.add_(y_TH)
     return sum_TH
 
 

@@ -28,7 +28,7 @@ from whalepod.ep_comm.modes.low_latency_config import (
     LowLatencyRegions,
 )
 from whalepod.ep_comm.modes.low_latency_output import Dispatched, Handle, LowLatencyOutput
-from whalepod.ep_comm.rows import Outbox, exponent_bytes, quantize_rows, raw, weighted_sum
+from whalepod.ep_comm.rows import Outbox, exponent_bytes, gather_rows, quantize_rows, weighted_sum
 
 
 class LiveResultError(RuntimeError):
@@ -92,7 +92,7 @@ class LowLatency:
         heap, ranks = group.transport.heap, config.num_ranks
         self._dispatch_format, self._combine_format = config.dispatch_format, config.combine_format
         self._received = regions.dispatch_rows.view(heap).view(
-            NUM_SETS, ranks, config.max_tokens, self._dispatch_format.num_bytes
+            NUM_SETS, ranks * config.max_tokens, self._dispatch_format.num_bytes
         )
         self._returned = regions.combine_rows.view(heap).view(
             NUM_SETS, ranks * config.combine_rows, self._combine_format.num_bytes
@@ -141,7 +141,7 @@ class LowLatency:
             views = self._dispatch_format.views(block)
             views.token.copy_(tokens)
             views.ids_K.copy_(ids_TK[tokens])
-            raw(views.values_H).copy_(raw(values_TH)[tokens])
+            gather_rows(values_TH, tokens, views.values_H)
             if scales_TG is not None:
                 views.scales_G.copy_(scales_TG[tokens])
             if weights_TK is not None:
@@ -157,12 +157,11 @@ class LowLatency:
         config = self.config
         arrivals = Arrivals(self.group, "low-latency dispatch", epoch)
         counts = arrivals.wait(self._expected(self._regions.dispatch_words, epoch), deadline_ms)
-        source_N, slot_N = _places(counts)
+        source_N, record_N = _places(counts, config.max_tokens)
         views = self._dispatch_format.views(self._received[epoch % NUM_SETS])
         first_expert = self.group.rank * config.num_local
-        local_NK = layout.local_ids(
-            views.ids_K[source_N, slot_N].long(), first_expert, config.num_local
-        )
+        ids_NK = views.ids_K.index_select(0, record_N).long()
+        local_NK = layout.local_ids(ids_NK, first_expert, config.num_local)
         spread = layout.expert_rows(
             local_NK, config.num_local, rows_per_expert=config.rows_per_expert
         )
@@ -171,9 +170,8 @@ class LowLatency:
         output = self._outputs[epoch % NUM_SETS]
         if self._poison_unused:
             output.poison()
-        from_S = spread.source_S
-        output.fill(spread.row_S, views, source_N[from_S], slot_N[from_S])
-        weights_NK = views.weights_K[source_N, slot_N]
+        output.fill(spread, views, record_N[spread.source_S])
+        weights_NK = views.weights_K.index_select(0, record_N)
         arrivals.check_unchanged()
         begin_ER, count_ER = layout.source_ranges(
             local_NK, source_N, config.num_local, config.num_ranks
@@ -215,13 +213,14 @@ class LowLatency:
         rows_of_source = _split_by_source(handle)
         for source in self.group.live():
             if source not in rows_of_source:  # nothing came from it: its dispatch failed here
-                self._send_back(source, handle.epoch, y_SH[:0])
+                self._send_back(source, handle.epoch, y_SH, torch.arange(0))
                 continue
             rows_nK, weights_nK = rows_of_source[source]
             if self.config.pre_reduce:
-                self._send_back(source, handle.epoch, weighted_sum(y_SH, rows_nK, weights_nK))
+                sums_nH = weighted_sum(y_SH, rows_nK, weights_nK)
+                self._send_back(source, handle.epoch, sums_nH, torch.arange(len(sums_nH)))
             else:
-                self._send_back(source, handle.epoch, y_SH[rows_nK[rows_nK >= 0]])
+                self._send_back(source, handle.epoch, y_SH, rows_nK[rows_nK >= 0])
         return CombineInFlight(self, handle)
 
     def receive_combine(
@@ -326,16 +325,17 @@ class LowLatency:
         block = self.outbox.open(rank, offset, count * record_bytes)
         return block.view(count, record_bytes), offset
 
-    def _send_back(self, source: int, epoch: int, values_SH: Tensor) -> None:
+    def _send_back(self, source: int, epoch: int, values_SH: Tensor, rows_s: Tensor) -> None:
+        """Send rows `rows_s` of `values_SH` to the rank `source`."""
         record_bytes = self._combine_format.num_bytes
         place = self._place(epoch, self.group.rank)
         offset = self._regions.combine_rows.offset
         offset += place * self.config.combine_rows * record_bytes
-        block = self.outbox.open(source, offset, len(values_SH) * record_bytes)
-        records = block.view(len(values_SH), record_bytes)
-        self._combine_format.views(records).values_H.copy_(values_SH)
+        block = self.outbox.open(source, offset, len(rows_s) * record_bytes)
+        records = block.view(len(rows_s), record_bytes)
+        gather_rows(values_SH, rows_s, self._combine_format.views(records).values_H)
         word = self._regions.combine_words.word(place)
-        self.outbox.send(source, offset, block, word, epoch, len(values_SH))
+        self.outbox.send(source, offset, block, word, epoch, len(rows_s))
 
     def _expected(self, words: Region, epoch: int) -> list[Expected]:
         return [
@@ -359,13 +359,15 @@ class LowLatency:
         return y_TH
 
 
-def _places(counts: Mapping[int, int]) -> tuple[Tensor, Tensor]:
-    """Return (source rank, slot) of all received records, by source, `[N]` each."""
+def _places(counts: Mapping[int, int], max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the source rank and the place of all received records, by source, `[N]` each."""
+    assert max(counts.values(), default=0) <= max_tokens, (counts, max_tokens)
     ranks = torch.tensor(list(counts), dtype=torch.int64)
     count_C = torch.tensor(list(counts.values()), dtype=torch.int64)
     source_N = ranks.repeat_interleave(count_C)
     first_C = count_C.cumsum(0) - count_C
-    return source_N, torch.arange(len(source_N)) - first_C.repeat_interleave(count_C)
+    slot_N = torch.arange(len(source_N)) - first_C.repeat_interleave(count_C)
+    return source_N, source_N * max_tokens + slot_N
 
 
 def _split_by_source(handle: Handle) -> dict[int, tuple[Tensor, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from whalepod.ep_comm import layout
 from whalepod.ep_comm.group import CallStatus
 from whalepod.ep_comm.modes.low_latency_config import LowLatencyConfig
-from whalepod.ep_comm.rows import RowViews, raw
+from whalepod.ep_comm.rows import RowViews, gather_rows
 
 _BYTES_PER_WORD = 4
 """Exponent bytes in one int32 of UE8M0 scales."""
@@ -76,17 +76,29 @@ class LowLatencyOutput:
         self._info_S.fill_(-1)
         self._scales_BSG.view(torch.int32).fill_(-1)
 
-    def fill(self, row_S: Tensor, views: RowViews, source_S: Tensor, slot_S: Tensor) -> None:
-        """Write row `row_S[i]` from the record `(source_S[i], slot_S[i])` of `views`."""
-        raw(self._rows_SH)[row_S] = raw(views.values_H)[source_S, slot_S]
-        self._info_S[row_S] = views.token[source_S, slot_S]
+    def fill(self, spread: layout.ExpertRows, views: RowViews, record_S: Tensor) -> None:
+        """Copy the records `record_S` (by expert) of `views` to the rows that `spread` names."""
+        for first, start, count in self._blocks(spread):
+            chosen = record_S[start : start + count]
+            gather_rows(views.values_H, chosen, self._rows_SH[first : first + count])
+        self._info_S[spread.row_S] = views.token.index_select(0, record_S)
         if self.scales is None:
             return
-        scales = views.scales_G[source_S, slot_S]
+        scales = views.scales_G.index_select(0, record_S)
         if scales.dtype is torch.uint8:
             scales = scales.contiguous().view(torch.int32)
-        block_S = row_S.div(self._rows_per_block, rounding_mode="floor")
-        self._scales_BSG[block_S, row_S % self._rows_per_block] = scales
+        block_S = spread.row_S.div(self._rows_per_block, rounding_mode="floor")
+        self._scales_BSG[block_S, spread.row_S % self._rows_per_block] = scales
+
+    def _blocks(self, spread: layout.ExpertRows) -> list[tuple[int, int, int]]:
+        """Return (first row, first selection, count) of each run of rows: an expert's, or all."""
+        if self.rows.ndim == 2:
+            return [(0, 0, len(spread.row_S))]
+        starts_E = spread.count_E.cumsum(0) - spread.count_E
+        runs = zip(
+            spread.first_row_E.tolist(), starts_E.tolist(), spread.count_E.tolist(), strict=True
+        )
+        return [run for run in runs if run[2]]
 
 
 def _empty_scales(config: LowLatencyConfig, num_blocks: int, num_rows: int) -> Tensor:

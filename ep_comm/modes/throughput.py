@@ -23,7 +23,7 @@ from whalepod.ep_comm.lane import Turn
 from whalepod.ep_comm.modes.routes import Routes
 from whalepod.ep_comm.modes.throughput_config import ThroughputConfig, ThroughputRegions
 from whalepod.ep_comm.modes.throughput_rows import Received, Routing, RowsByArrival, TokenSums
-from whalepod.ep_comm.rows import Outbox, raw
+from whalepod.ep_comm.rows import Outbox, gather_rows
 
 _FORWARD_GRACE = 0.25
 """With several nodes, the last wait of a chunk is this part of the timeout longer, so that it is
@@ -152,7 +152,7 @@ class Throughput:
             views.token.copy_(tokens)
             views.ids_K.copy_(routing.ids_TK[tokens])
             views.weights_K.copy_(routing.weights_TK[tokens])
-            raw(views.values_H).copy_(raw(values_TH)[tokens])
+            gather_rows(values_TH, tokens, views.values_H)
             if scales_TG is not None:
                 views.scales_G.copy_(scales_TG[tokens])
             lane.send(self.outbox, rank, turn, place, records)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 from whalepod.ep_comm.heap import HeapLayout
@@ -18,6 +19,11 @@ T = TypeVar("T")
 
 TIMEOUT_MS = 60_000.0
 """Of the loopback's virtual clock, or of a real one that a passing test never waits for."""
+
+
+def num_examples(quick: int) -> int:
+    """Return how many seeds a randomised test tries: `quick`, or 1,000 in the long profile."""
+    return quick if settings().max_examples <= 100 else 1000
 
 
 @dataclass(frozen=True, slots=True)

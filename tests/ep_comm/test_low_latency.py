@@ -10,7 +10,14 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tests.ep_comm import worked_example as example
-from tests.ep_comm.groups import TIMEOUT_MS, Inputs, make_inputs, run_faulty, run_loopback
+from tests.ep_comm.groups import (
+    TIMEOUT_MS,
+    Inputs,
+    make_inputs,
+    num_examples,
+    run_faulty,
+    run_loopback,
+)
 from tests.equality import assert_same_bits
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.heap import HeapLayout
@@ -262,7 +269,7 @@ def test_every_format_equals_the_plain_loops(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@settings(max_examples=max(3, settings().max_examples // 10))
+@settings(max_examples=num_examples(quick=5))
 @given(seed=st.integers(0, 2**31), skew=st.booleans(), pre_reduce=st.booleans())
 def test_a_transport_that_delays_reorders_and_tears_changes_no_bit(
     num_ranks: int, seed: int, skew: bool, pre_reduce: bool

@@ -10,7 +10,14 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tests.ep_comm import worked_example as example
-from tests.ep_comm.groups import TIMEOUT_MS, Inputs, make_inputs, run_faulty, run_loopback
+from tests.ep_comm.groups import (
+    TIMEOUT_MS,
+    Inputs,
+    make_inputs,
+    num_examples,
+    run_faulty,
+    run_loopback,
+)
 from tests.equality import assert_same_bits
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.heap import HeapLayout
@@ -236,7 +243,7 @@ def test_every_format_equals_the_plain_loops(
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-@settings(max_examples=max(2, settings().max_examples // 20))
+@settings(max_examples=num_examples(quick=2))
 @given(seed=st.integers(0, 2**31), skew=st.booleans())
 def test_a_transport_that_delays_reorders_and_tears_changes_no_bit(
     num_ranks: int, ranks_per_node: int, seed: int, skew: bool
@@ -297,23 +304,25 @@ def test_a_token_crosses_once_to_each_node_that_it_hits(ranks_per_node: int) -> 
 
 
 def test_repeating_a_dispatch_sends_other_rows_the_same_way() -> None:
-    config = make_config(4, 2)
+    config = make_config(4, 2, max_tokens=8)  # two chunks' worth
     heap, regions = make_heap(config)
     program = Round(config, regions, ())
 
     def repeat(transport: Transport) -> None:
-        inputs = program.inputs(3)
+        inputs = program.inputs(4)
+        assert max(len(given_.x_TH) for given_ in inputs) == 8
         mine = inputs[transport.rank]
         mode = Throughput(Group(transport), config, regions)
         first = mode.dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK, TIMEOUT_MS)
-        for factor in (2.0, 4.0, 8.0):
+        for factor in (2.0, 4.0, 8.0, 16.0):
             again = mode.dispatch_again(mine.x_TH * factor, first.routing, TIMEOUT_MS)
             assert again.status.ok
             assert_same_bits(first.x_NH * factor, again.x_NH)
             assert_same_bits(first.ids_NK, again.ids_NK)
 
     run_loopback(heap, repeat, ranks_per_node=2)
-    results_of(run_faulty(heap, repeat, seed=2, ranks_per_node=2))
+    for seed in range(8):
+        results_of(run_faulty(heap, repeat, seed=seed, ranks_per_node=2))
 
 
 def test_static_rows_are_the_same_rows_and_padding_and_too_many_are_refused_everywhere() -> None:
