@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class TokenSpan(Protocol):
+    """Tokens of one sequence in a step: `token_ids[i]` sits at position `start + i`.
+
+    `block_ids` covers at least `start + len(token_ids)` tokens.
+    """
+
+    @property
+    def sequence_id(self) -> int: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def block_ids(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -17,9 +20,11 @@ class LatentCache:
     def __init__(
         self, *, num_layers: int, num_blocks: int, row_width: int, dtype: torch.dtype, device: str
     ) -> None:
-        self.rows_LPBC = torch.zeros(
-            num_layers, num_blocks, BLOCK_TOKENS, row_width, dtype=dtype, device=device
-        )
+        shape = (num_layers, num_blocks, BLOCK_TOKENS, row_width)
+        if device == "cpu":
+            self.rows_LPBC = _untouched_zeros(shape, dtype)
+        else:
+            self.rows_LPBC = torch.zeros(shape, dtype=dtype, device=device)
 
     def layer(self, index: int) -> Tensor:
         """Return the view `[num_blocks, 64, C]` of one layer."""
@@ -28,3 +33,12 @@ class LatentCache:
     def copy_rows(self, source_block: int, target_block: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` rows of a block, all layers (copy-on-write)."""
         self.rows_LPBC[:, target_block, :num_tokens] = self.rows_LPBC[:, source_block, :num_tokens]
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros on fresh pages, which take memory only once they are written.
+
+    `torch.zeros` writes them all: a large pool would count as used before the first request.
+    """
+    pages = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1))
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)

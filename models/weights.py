@@ -126,6 +126,20 @@ class CheckpointWeights:
         """Return the stored tensors of multi-token-prediction layers, without `model.` in front."""
         return tuple(name for name in self._files if mtp_layer(name, self._config) is not None)
 
+    def unused_mtp_names(self, index: int) -> tuple[str, ...]:
+        """Return the tensors of MTP layer `index` that were not taken, without `model.` in front.
+
+        Its copies of embedding and head do not count: the main model's serve.
+        """
+        copies = ("embed_tokens.weight", "shared_head.head.weight")
+        return tuple(
+            name
+            for name in self._files
+            if mtp_layer(name, self._config) == index
+            and name not in self._settled
+            and not name.removesuffix(SCALE_SUFFIX).endswith(copies)
+        )
+
     def _is_quantized(self, name: str, header: TensorHeader) -> bool:
         has_scale = name + SCALE_SUFFIX in self._files
         is_fp8 = header.dtype is torch.float8_e4m3fn

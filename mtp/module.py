@@ -91,6 +91,10 @@ class MtpModule:
         )
         return hidden_TH
 
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """Return f32 logits `[B, V]` of what `forward` returned, by the main model's head."""
+        return self._model.logits(hidden_BH)
+
     def _input(self, token_ids_T: Tensor, previous_hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return (normalised input of the layer, residual); embedding first, then hidden."""
         norm = self._kernels.rms_norm

@@ -16,13 +16,13 @@ from typing import Any, BinaryIO, TypeVar
 import msgpack
 
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.params import Constraint, SamplingParams
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult, TokenLogprob
 from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
 
 FORMAT = "whalepod journal"
-VERSION = 1
+VERSION = 2
 _MAX_FRAME_BYTES = 256 * 1024 * 1024
 _Returned = TypeVar("_Returned")
 
@@ -72,6 +72,7 @@ class RecordedScheduler(Scheduler):
         eos_token_ids: frozenset[int] = frozenset(),
         prefix_seed: bytes = b"",
         block_tokens: int = 64,
+        num_lookback_tokens: int = 0,
     ) -> None:
         super().__init__(
             config,
@@ -79,6 +80,7 @@ class RecordedScheduler(Scheduler):
             eos_token_ids=eos_token_ids,
             prefix_seed=prefix_seed,
             block_tokens=block_tokens,
+            num_lookback_tokens=num_lookback_tokens,
         )
         self._file = file
         header = {
@@ -87,6 +89,7 @@ class RecordedScheduler(Scheduler):
             "eos_token_ids": sorted(eos_token_ids),
             "prefix_seed": prefix_seed,
             "block_tokens": block_tokens,
+            "num_lookback_tokens": num_lookback_tokens,
         }
         self._write([FORMAT, VERSION, header])
 
@@ -96,8 +99,8 @@ class RecordedScheduler(Scheduler):
     def cancel(self, request_id: str) -> None:
         self._record("cancel", [request_id], super().cancel, request_id)
 
-    def step(self) -> Plan | None:
-        return self._record("step", [], super().step)
+    def step(self, num_drafts: int = 0) -> Plan | None:
+        return self._record("step", [num_drafts], super().step, num_drafts)
 
     def finish(self, result: StepResult) -> list[Output]:
         return self._record("finish", [result], super().finish, result)
@@ -205,6 +208,8 @@ def _call(scheduler: Scheduler, name: str, arguments: tuple[Any, ...]) -> tuple[
 def _request_values(request: Request) -> list[Any]:
     params = {field.name: getattr(request.params, field.name) for field in fields(SamplingParams)}
     params["logit_bias"] = dict(request.params.logit_bias)
+    constraint = request.params.constraint
+    params["constraint"] = constraint and asdict(constraint)
     return [
         request.request_id,
         request.prompt_token_ids,
@@ -217,10 +222,11 @@ def _request_values(request: Request) -> list[Any]:
 
 def _request(values: tuple[Any, ...]) -> Request:
     request_id, prompt_token_ids, params, num_sequences, priority, cache_salt = values
+    constraint = params.pop("constraint")
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
-        params=SamplingParams(**params),
+        params=SamplingParams(**params, constraint=constraint and Constraint(**constraint)),
         num_sequences=num_sequences,
         priority=priority,
         cache_salt=cache_salt,
@@ -228,8 +234,13 @@ def _request(values: tuple[Any, ...]) -> Request:
 
 
 def _step_result(values: tuple[Any, ...]) -> StepResult:
-    step, rows, step_time_us = values
-    return StepResult(step=step, rows=tuple(map(_row_result, rows)), step_time_us=step_time_us)
+    step, rows, step_time_us, draft_time_us = values
+    return StepResult(
+        step=step,
+        rows=tuple(map(_row_result, rows)),
+        step_time_us=step_time_us,
+        draft_time_us=draft_time_us,
+    )
 
 
 def _row_result(values: tuple[Any, ...]) -> RowResult:

@@ -5,6 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """A grammar that the answer, or what follows its reasoning, must fulfil."""
+
+    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    grammar: str
+    starts_after: int | None = None
+    """The token behind which the grammar begins; None: at the start of the answer."""
+    banned_before: tuple[int, ...] = ()
+    """Tokens that must not come before the grammar begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +48,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "at least 0")
@@ -57,6 +71,10 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+            )
+        if self.constraint is not None and self.min_tokens:
+            raise ValueError(
+                f"min_tokens ({self.min_tokens}) must be 0 with a grammar, which says where to end"
             )
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:

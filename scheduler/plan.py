@@ -11,8 +11,9 @@ class Row:
     """The tokens of one sequence in a step.
 
     `token_ids[i]` sits at position `start + i`; everything before `start` is in the cache.
-    `block_ids` covers `start + len(token_ids)` tokens. `sample` says that the last token (with
-    drafts: each of the last `num_drafts + 1`) yields a next token.
+    `block_ids` covers `start + len(token_ids) + num_drafts_wanted` tokens. `sample` says that the
+    last token (with drafts: each of the last `num_drafts + 1`) yields a next token, and at most
+    `num_drafts_wanted` guesses of the tokens behind it may come with it.
     """
 
     sequence_id: int
@@ -21,6 +22,7 @@ class Row:
     block_ids: Sequence[int]
     sample: bool
     num_drafts: int = 0
+    num_drafts_wanted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class StepResult:
     rows: tuple[RowResult, ...]
     step_time_us: int = 0
     """Measured by the runner; adaptive choices read this logged integer only."""
+    draft_time_us: int = 0
+    """The part of it that went into making drafts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,4 +103,8 @@ class Output:
     finish_reason: str | None = None
     """"stop" (end of sequence or a stop token), "length", "abort", "error"."""
     stop_token_id: int | None = None
+    num_accepted_drafts: int = 0
+    """How many of `token_ids` had been guessed."""
+    num_rejected_drafts: int = 0
+    """Guesses that were computed and are not in the answer."""
     error: str | None = None

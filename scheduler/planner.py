@@ -22,25 +22,42 @@ SEQUENCES_PER_SPARE_BLOCK = 8
 _ORDER = attrgetter("order")
 
 
-class Sketch:
-    """A plan in the making: rows by sequence, and what is left of the token budget."""
+class Share:
+    """What one sequence gets of a step: pending tokens, and drafts behind them."""
 
-    __slots__ = ("admitted", "budget", "preempted", "rows")
+    __slots__ = ("num_drafts", "num_tokens", "sequence")
+
+    def __init__(self, sequence: Sequence, num_tokens: int, num_drafts: int) -> None:
+        self.sequence = sequence
+        self.num_tokens = num_tokens
+        self.num_drafts = num_drafts
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing of the sequence's text stays pending."""
+        sequence = self.sequence
+        return sequence.num_computed + self.num_tokens == len(sequence.token_ids)
+
+
+class Sketch:
+    """A plan in the making: shares by sequence, and what is left of the token budget."""
+
+    __slots__ = ("admitted", "budget", "preempted", "shares")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.rows: dict[int, Row] = {}
+        self.shares: dict[int, Share] = {}
         self.preempted: list[int] = []
         self.admitted: list[Sequence] = []
 
-    def add(self, row: Row) -> None:
-        self.rows[row.sequence_id] = row
-        self.budget -= len(row.token_ids)
+    def add(self, share: Share) -> None:
+        self.shares[share.sequence.sequence_id] = share
+        self.budget -= share.num_tokens + share.num_drafts
 
     def withdraw(self, sequence_id: int) -> None:
-        row = self.rows.pop(sequence_id, None)
-        if row is not None:
-            self.budget += len(row.token_ids)
+        share = self.shares.pop(sequence_id, None)
+        if share is not None:
+            self.budget += share.num_tokens + share.num_drafts
 
 
 class Planner:
@@ -84,32 +101,49 @@ class Planner:
                 num_reserved -= 1
             budget = sketch.budget - num_reserved
             if budget > 0 and self._grow(sequence, min(num_pending, budget), sketch):
-                sketch.add(self._row(sequence, budget))
+                sketch.add(_share(sequence, budget))
 
-    def _row(self, sequence: Sequence, budget: int) -> Row:
-        """Take as many pending tokens and drafts as budget and blocks allow."""
+    def rows(self, sketch: Sketch, num_drafts: int) -> tuple[Row, ...]:
+        """Turn shares into rows. Blocks for drafts come from what is left now that every share has
+        its own: drafts preempt nobody.
+
+        num_drafts  most guesses that a row may be asked for
+        """
+        shares = list(sketch.shares.values())
+        # all of them must find a place in the budget of the next step
+        most = self._config.max_num_batched_tokens // max(len(shares), 1) - 1
+        num_drafts = min(num_drafts, most)
+        return tuple([self._row(share, num_drafts) for share in shares])
+
+    def _row(self, share: Share, num_drafts: int) -> Row:
+        sequence = share.sequence
         start = sequence.num_computed
-        token_ids = tuple(sequence.token_ids[start : start + budget])
-        is_last = start + len(token_ids) == len(sequence.token_ids)
-        draft_token_ids: tuple[int, ...] = ()
-        if sequence.draft_token_ids and is_last:
-            draft_token_ids = self._take_drafts(sequence, budget - len(token_ids))
+        stop = start + share.num_tokens
+        token_ids = tuple(sequence.token_ids[start:stop])
+        sample = share.is_last and sequence.samples
+        drafts: tuple[int, ...] = ()
+        if share.num_drafts:
+            num_fitting = self._stretch(sequence, stop + share.num_drafts) - stop
+            drafts = sequence.draft_token_ids[: min(share.num_drafts, num_fitting)]
+            stop += len(drafts)
+        num_wanted = 0
+        if num_drafts and sample:  # the last allowed token is never worth a guess
+            stop_wanted = min(stop + num_drafts, sequence.max_total_tokens - 2)
+            num_wanted = max(min(self._stretch(sequence, stop_wanted), stop_wanted) - stop, 0)
         return Row(
             sequence_id=sequence.sequence_id,
-            token_ids=token_ids + draft_token_ids,
+            token_ids=token_ids + drafts,
             start=start,
             block_ids=self._residency.block_table(sequence),
-            sample=is_last and sequence.samples,
-            num_drafts=len(draft_token_ids),
+            sample=sample,
+            num_drafts=len(drafts),
+            num_drafts_wanted=num_wanted,
         )
 
-    def _take_drafts(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
-        """Choose the drafts to verify; their blocks come from what is available, or they wait."""
-        num_tokens = len(sequence.token_ids)
-        num_wanted = min(budget, sequence.max_total_tokens - num_tokens - 1)
-        drafts = sequence.draft_token_ids[: max(num_wanted, 0)]
-        self._residency.extend(sequence, num_tokens + len(drafts))
-        return drafts[: len(sequence.block_ids) * self._residency.block_tokens - num_tokens]
+    def _stretch(self, sequence: Sequence, num_tokens: int) -> int:
+        """Extend a sequence as far as there are blocks; returns how many tokens have a place."""
+        self._residency.extend(sequence, num_tokens)
+        return len(sequence.block_ids) * self._residency.block_tokens
 
     def _grow(self, sequence: Sequence, num_tokens: int, sketch: Sketch) -> bool:
         """Give a sequence the blocks for `num_tokens` more, preempting from the end of the order;
@@ -147,7 +181,7 @@ class Planner:
                 return
             self._start(sequence, reuse)
             sketch.admitted.append(sequence)
-            sketch.add(self._row(sequence, sketch.budget))
+            sketch.add(_share(sequence, sketch.budget))
 
     def _may_admit(self, sketch: Sketch) -> bool:
         """Rule out the common case cheaply: full, and nobody of lower priority to give way."""
@@ -178,8 +212,8 @@ class Planner:
         for other in reversed(self.running):
             if sketch.budget > 0 or other.request.priority <= sequence.request.priority:
                 break
-            row = sketch.rows.get(other.sequence_id)
-            if row is not None and len(row.token_ids) > 1:
+            share = sketch.shares.get(other.sequence_id)
+            if share is not None and share.num_tokens + share.num_drafts > 1:
                 sketch.withdraw(other.sequence_id)
         return sketch.budget > 0
 
@@ -225,3 +259,14 @@ class Planner:
         self._residency.enter(sequence, reuse)
         insort(self.running, sequence, key=_ORDER)
         sequence.request.running.append(sequence)
+
+
+def _share(sequence: Sequence, budget: int) -> Share:
+    """Take as many pending tokens as the budget allows, and drafts if the text ends with them."""
+    num_tokens = min(len(sequence.token_ids) - sequence.num_computed, budget)
+    share = Share(sequence, num_tokens, 0)
+    if sequence.draft_token_ids and share.is_last:
+        num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
+        num_drafts = min(len(sequence.draft_token_ids), budget - num_tokens, num_allowed)
+        share.num_drafts = max(num_drafts, 0)
+    return share

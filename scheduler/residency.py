@@ -16,8 +16,10 @@ class Residency:
     everyone with the same text; the blocks behind them are its own.
     """
 
-    def __init__(self, pool: BlockPool, tree: PrefixTree) -> None:
+    def __init__(self, pool: BlockPool, tree: PrefixTree, num_lookback_tokens: int = 0) -> None:
+        """num_lookback_tokens: as Scheduler."""
         self.pool = pool
+        self._num_lookback_tokens = num_lookback_tokens
         self.tree = tree
         self.block_tokens = tree.block_tokens
 
@@ -49,7 +51,8 @@ class Residency:
         sequence.block_keys[: len(reuse.path)] = [node.key for node in reuse.path]
         sequence.publishes = reuse.publishes
         num_shared_tokens = len(reuse.block_ids) * self.block_tokens
-        sequence.num_computed = num_shared_tokens + reuse.num_copied_tokens
+        num_copied_tokens = max(reuse.num_copied_tokens - self._num_lookback_tokens, 0)
+        sequence.num_computed = num_shared_tokens + num_copied_tokens
         num_shared_blocks = len(reuse.block_ids)
         self.extend(sequence, len(sequence.token_ids))
         if reuse.copy_source is not None:

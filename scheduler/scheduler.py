@@ -31,8 +31,13 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         prefix_seed: bytes = b"",
         block_tokens: int = 64,
+        num_lookback_tokens: int = 0,
     ) -> None:
         """Start empty. `prefix_seed` names the model and its weights: rows of others never match.
+
+        num_lookback_tokens  copied rows that are computed again when a sequence starts inside a
+                             block: a drafter needs the hidden states there, and they are kept for
+                             the ends of full blocks only
 
         Raises ValueError when there is no block.
         """
@@ -42,7 +47,7 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.tree = PrefixTree(block_tokens=block_tokens, seed=prefix_seed)
         self.pool = BlockPool(num_blocks, self.tree)
-        self._residency = Residency(self.pool, self.tree)
+        self._residency = Residency(self.pool, self.tree, num_lookback_tokens)
         self._planner = Planner(config, self._residency)
         self._requests: dict[str, Request] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -121,12 +126,13 @@ class Scheduler:
 
     # ---- one step
 
-    def step(self) -> Plan | None:
+    def step(self, num_drafts: int = 0) -> Plan | None:
         """Spend one token budget: running sequences by priority and age, then admissions.
 
         A decoding sequence is never short of its one token: chunks of prompts take what is left
-        after one for each of them. None when nothing can run. Raises RuntimeError while another
-        step is in flight.
+        after one for each of them. Each row that samples asks for `num_drafts` guesses, or fewer
+        where blocks, budget or the end of the answer leave less room. None when nothing can run.
+        Raises RuntimeError while another step is in flight.
         """
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.step} is in flight: finish it first")
@@ -135,12 +141,12 @@ class Scheduler:
         self._counters.num_preemptions += len(sketch.preempted)
         for sequence in sketch.admitted:
             self._count_admission(sequence)
-        if sketch.rows:
-            self._in_flight = self._seal(sketch)
+        if sketch.shares:
+            self._in_flight = self._seal(sketch, num_drafts)
         return self._in_flight
 
-    def _seal(self, sketch: Sketch) -> Plan:
-        rows = tuple(sketch.rows.values())
+    def _seal(self, sketch: Sketch, num_drafts: int) -> Plan:
+        rows = self._planner.rows(sketch, num_drafts)
         pending = (self._sequences[row.sequence_id].pending_copy for row in rows)
         self._counters.num_steps += 1
         return Plan(
@@ -211,7 +217,7 @@ class Scheduler:
         output = self._output(sequence, row, result, ending)
         if output.finish_reason is not None:
             self._end(sequence)
-        elif row.num_drafts:
+        elif row.num_drafts or row.num_drafts_wanted:
             self._residency.trim(sequence)
         gained = output.token_ids or output.prompt_logprobs or output.finish_reason
         if gained and not sequence.request.cancelled:
@@ -228,6 +234,8 @@ class Scheduler:
         sequence.token_ids += result.token_ids[:num_kept]
         sequence.draft_token_ids = result.draft_token_ids
         self._counters.generation_tokens += num_kept
+        if row.num_drafts:
+            self._counters.note_drafts(row.num_drafts, min(len(result.token_ids) - 1, num_kept))
         if num_computed >= (len(sequence.path) + 1) * self.block_tokens:
             self._residency.publish(sequence)
 
@@ -238,10 +246,13 @@ class Scheduler:
         prompt_logprobs: list[TokenLogprob] = []
         if result.prompt_logprobs:
             prompt_logprobs = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs)
+        num_accepted = min(len(result.token_ids) - 1, num_kept) if row.num_drafts else 0
         return Output(
             sequence_id=sequence.sequence_id,
             request_id=sequence.request.request_id,
             index=sequence.index,
+            num_accepted_drafts=num_accepted,
+            num_rejected_drafts=row.num_drafts - num_accepted,
             token_ids=list(result.token_ids[:num_kept]),
             logprobs=list(result.logprobs[:num_kept]),
             prompt_logprobs=prompt_logprobs,
@@ -316,6 +327,10 @@ class Scheduler:
             generation_tokens=counters.generation_tokens,
             num_step_tokens=counters.num_step_tokens,
             step_time_us=counters.step_time_us,
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens=sum(counters.num_accepted_by_position),
+            num_accepted_by_position=tuple(counters.num_accepted_by_position),
         )
 
     def check(self) -> None:

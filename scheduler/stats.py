@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,12 @@ class SchedulerStats:
     generation_tokens: int
     num_step_tokens: int
     step_time_us: int
+    num_drafts: int
+    """Rows that had guesses to verify."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_by_position: tuple[int, ...]
+    """How often the first, second, ... guess of a row was right and all before it were."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,3 +45,15 @@ class Counters:
     num_step_tokens: int = 0
     step_time_us: int = 0
     clock_us: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_by_position: list[int] = field(default_factory=list)
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the guesses of one row, the first `num_accepted` of which were right."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        by_position = self.num_accepted_by_position
+        by_position += [0] * (num_drafts - len(by_position))
+        for position in range(num_accepted):
+            by_position[position] += 1

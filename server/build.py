@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -23,19 +23,31 @@ from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.source import SourceError, resolve_model
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
+from whalepod.mtp.config import SpeculationConfig
+from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
+from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS, Drafter
+from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
+from whalepod.server.engine.acceptance_check import (
+    builtin_prompts,
+    measure_acceptance,
+    report_acceptance,
+)
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
+from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner, RunnerSequence
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import SamplingState
+from whalepod.server.engine.speculation import Speculator
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
+from whalepod.server.structured.interface import Compiler
 
 EMBEDDED_MODEL = "tiny"
 SHARE_OF_FREE_MEMORY = 0.5
@@ -76,17 +88,21 @@ def _build_engine(config: EngineConfig) -> EngineCore:
     num_blocks = cache.rows_LPBC.shape[1]
     eos_token_ids = _eos_token_ids(loaded)
     journal = _open_journal(config.record)
-    runner = Runner(
-        loaded.model,
-        cache,
-        Sampler(loaded.kernels),
-        BatchBuilder(
-            max_tokens=limits.max_num_batched_tokens,
-            max_rows=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-        ),
+    sampler = Sampler(
+        loaded.kernels, by_rejection=config.speculation.speculation_acceptance == "rejection"
     )
-    warm_up(runner, limits)
+    batches = BatchBuilder(
+        max_tokens=limits.max_num_batched_tokens,
+        max_rows=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+    )
+    with_lookup = _wants_lookup(config.speculation, loaded.mtp is not None)
+    speculator = _new_speculator(loaded, cache, batches, sampler, with_lookup=with_lookup)
+    runner = Runner(loaded.model, cache, sampler, batches, speculator)
+    max_depth = config.speculation.max_depth if speculator else 0
+    warm_up(runner, limits, max_depth)
+    if loaded.mtp is not None and config.source.load_format != "dummy":
+        _check_acceptance(loaded, runner, num_blocks, eos_token_ids)
     info = EngineInfo(
         model_type=model_config.model_type,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
@@ -100,13 +116,16 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         weights_bytes=loaded.weights_bytes,
         kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
         load_seconds=time.monotonic() - started,
+        speculation=_describe(config.speculation, speculator.makers) if speculator else "off",
     )
     return EngineCore(
         _new_scheduler(config, num_blocks, eos_token_ids, loaded, journal),
         runner,
         info,
+        depth=_new_depth(config.speculation) if speculator else None,
         seed=config.source.seed,
         hooks=_new_hooks(config, loaded.folder, eos_token_ids),
+        grammars=_new_grammars(loaded, eos_token_ids),
         journal=journal,
     )
 
@@ -125,6 +144,12 @@ class LoadedModel:
     kernels: Kernels
     folder: Path
     weights_bytes: int
+    mtp: MtpModule | None = None
+    """The layer that drafts, if speculation uses it."""
+
+    @property
+    def num_cache_layers(self) -> int:
+        return self.config.num_layers + (self.mtp is not None)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -147,6 +172,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
     )
+    mtp = None
+    if _wants_mtp(config.speculation, model_config):
+        mtp = _load_mtp(model, weights, kernels)
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
@@ -156,6 +184,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         kernels=kernels,
         folder=folder,
         weights_bytes=weights.bytes_read,
+        mtp=mtp,
     )
 
 
@@ -223,6 +252,98 @@ def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
     return frozenset(loaded.config.eos_token_ids).union(ids)
 
 
+# -- speculation --------------------------------------------------------------------------------
+
+
+def _wants_mtp(speculation: SpeculationConfig, config: ModelConfig) -> bool:
+    """Say whether the model's own layer drafts. Raises StartupError if it must and is not there."""
+    if speculation.is_off or speculation.speculation_method == "lookup":
+        return False
+    if config.num_mtp_layers:
+        return True
+    if speculation.speculation_method == "mtp":
+        raise StartupError(
+            "--speculation-method mtp needs a multi-token-prediction layer, and config.json has "
+            "num_nextn_predict_layers = 0: use --speculation-method lookup"
+        )
+    return False
+
+
+def _load_mtp(model: DeepseekV3, weights: Weights, kernels: Kernels) -> MtpModule | None:
+    """Load the first module; more of them are left, since its own state can be fed back.
+
+    A checkpoint that lacks the whole layer, as some quantised ones do, is served without drafts;
+    one that has a part of it raises WeightsError.
+    """
+    names: tuple[str, ...] = ()
+    if isinstance(weights, CheckpointWeights):
+        names = weights.mtp_names()
+        if not names:
+            logger.warning(
+                "config.json names %d multi-token-prediction layers, but the checkpoint has no "
+                "tensor of them: no drafts",
+                model.config.num_mtp_layers,
+            )
+            return None
+    module = MtpModule(model, weights, kernels)
+    if isinstance(weights, CheckpointWeights) and (unused := weights.unused_mtp_names(0)):
+        raise WeightsError(
+            f"{unused[0]} is unexpected (and {len(unused) - 1} more): the multi-token-prediction "
+            "layer that config.json describes has no place for it"
+        )
+    return module
+
+
+def _wants_lookup(speculation: SpeculationConfig, has_mtp: bool) -> bool:
+    """Say whether drafts are looked up: beside the model's own, or where they are asked for."""
+    if speculation.is_off or speculation.speculation_method == "mtp":
+        return False
+    return has_mtp or speculation.is_explicit
+
+
+def _new_speculator(
+    loaded: LoadedModel,
+    cache: LatentCache,
+    batches: BatchBuilder,
+    sampler: Sampler,
+    *,
+    with_lookup: bool,
+) -> Speculator | None:
+    if loaded.mtp is None and not with_lookup:
+        return None
+    drafter = None
+    if loaded.mtp is not None:
+        drafter = Drafter(loaded.mtp, cache, batches, hidden_size=loaded.config.hidden_size)
+    return Speculator(drafter, sampler, with_lookup=with_lookup)
+
+
+def _check_acceptance(
+    loaded: LoadedModel, runner: Runner, num_blocks: int, eos_token_ids: frozenset[int]
+) -> None:
+    """Continue a few prompts and warn if the layer never guesses right."""
+    prompts = builtin_prompts(loaded.folder, loaded.config.vocab_size)
+    found = measure_acceptance(
+        runner,
+        loaded.engine_config.scheduler,
+        prompts,
+        num_blocks=num_blocks,
+        eos_token_ids=eos_token_ids,
+    )
+    report_acceptance(found, layer=loaded.config.num_layers)
+
+
+def _new_depth(speculation: SpeculationConfig) -> Depth:
+    if speculation.is_fixed:
+        return FixedDepth(speculation.max_depth)
+    return AdaptiveDepth(speculation.max_depth)
+
+
+def _describe(speculation: SpeculationConfig, makers: Sequence[str]) -> str:
+    kind = "fixed at" if speculation.is_fixed else "adaptive up to"
+    acceptance = speculation.speculation_acceptance
+    return f"{' + '.join(makers)}, {kind} {speculation.max_depth}, {acceptance}"
+
+
 # -- memory -------------------------------------------------------------------------------------
 
 
@@ -240,10 +361,10 @@ def settle_length(limits: SchedulerConfig, config: ModelConfig) -> SchedulerConf
 
 def _new_cache(config: EngineConfig, loaded: LoadedModel) -> LatentCache:
     model_config, dtype = loaded.config, loaded.model.dtype
-    row_bytes = model_config.num_layers * model_config.cache_row_width * dtype.itemsize
+    row_bytes = loaded.num_cache_layers * model_config.cache_row_width * dtype.itemsize
     num_blocks = count_blocks(config, block_bytes=row_bytes * BLOCK_TOKENS)
     return LatentCache(
-        num_layers=model_config.num_layers,
+        num_layers=loaded.num_cache_layers,
         num_blocks=num_blocks,
         row_width=model_config.cache_row_width,
         dtype=dtype,
@@ -289,6 +410,7 @@ def _new_scheduler(
     journal: BinaryIO | None,
 ) -> Scheduler:
     prefix_seed = f"{loaded.folder}/{config.source}".encode()
+    num_lookback_tokens = NUM_LOOKBACK_TOKENS if loaded.mtp is not None else 0
     if journal is None:
         return Scheduler(
             config.scheduler,
@@ -296,6 +418,7 @@ def _new_scheduler(
             eos_token_ids=eos_token_ids,
             prefix_seed=prefix_seed,
             block_tokens=BLOCK_TOKENS,
+            num_lookback_tokens=num_lookback_tokens,
         )
     return RecordedScheduler(
         config.scheduler,
@@ -304,6 +427,7 @@ def _new_scheduler(
         eos_token_ids=eos_token_ids,
         prefix_seed=prefix_seed,
         block_tokens=BLOCK_TOKENS,
+        num_lookback_tokens=num_lookback_tokens,
     )
 
 
@@ -329,21 +453,37 @@ def _new_hooks(
     return TestHooks(encode=load_encode(folder), eos_token_id=min(eos_token_ids))
 
 
-def warm_up(runner: Runner, limits: SchedulerConfig) -> None:
+def _new_grammars(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> GrammarStore | None:
+    file, vocab_size = loaded.folder / "tokenizer.json", loaded.config.vocab_size
+    if not file.exists() or not eos_token_ids:
+        return None
+
+    def load() -> Compiler:
+        from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
+
+        text = file.read_text(encoding="utf-8")
+        return LlguidanceCompiler(text, vocab_size, sorted(eos_token_ids))
+
+    return GrammarStore(load)
+
+
+def warm_up(runner: Runner, limits: SchedulerConfig, num_drafts: int = 0) -> None:
     """Run one step of each kind, so that the first request does not wait for a compiler.
 
-    Its rows go to the first blocks of the cache, which nobody has yet.
+    Its rows go to the first block of the cache, which nobody has yet.
     """
+    num_places = min(BLOCK_TOKENS, limits.max_model_len)
     for params in (SamplingParams(temperature=0, logprobs=1), SamplingParams(top_p=0.9, seed=0)):
         runner.add(0, RunnerSequence(state=SamplingState(params, [0], 0)))
         for num_tokens in (1, 2, min(BLOCK_TOKENS, limits.max_num_batched_tokens)):
-            num_tokens = min(num_tokens, limits.max_model_len)
+            num_tokens = min(num_tokens, num_places)
             row = Row(
                 sequence_id=0,
                 token_ids=(0,) * num_tokens,
                 start=0,
                 block_ids=(0,),
                 sample=True,
+                num_drafts_wanted=min(num_drafts, num_places - num_tokens),
             )
             runner.run(Plan(step=0, rows=(row,)))
         runner.drop(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
 
 DtypeName = Literal["auto", "bf16", "fp32"]
@@ -49,6 +50,7 @@ class EngineConfig:
     source: ModelSource = field(default_factory=ModelSource)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
     record: Annotated[str | None, "write every engine input to this file, for replay"] = None
 
@@ -62,9 +64,14 @@ class GatewayConfig:
     api_key: Annotated[tuple[str, ...], "accepted keys; none: no key is asked for"] = ()
     served_model_name: Annotated[tuple[str, ...], "names that requests may use"] = ()
     chat_template: Annotated[str | None, "file that replaces the checkpoint's template"] = None
+    reasoning_parser: Annotated[str, "auto: what the chat template's model family needs"] = "auto"
+    tool_call_parser: Annotated[str, "auto: what the chat template's model family needs"] = "auto"
     max_body_bytes: Annotated[int, "largest accepted request body"] = 4 * 1024 * 1024
     ready_timeout_s: Annotated[float, "deadline for the engine to answer /ready"] = 5.0
     enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
+    test_script: Annotated[str | None, "JSONL file of answers to requests without test_steps"] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -72,4 +79,8 @@ class GatewayConfig:
         if self.enable_test_hooks and self.host not in ("127.0.0.1", "localhost", "::1"):
             raise ValueError(
                 f"enable_test_hooks needs a loopback host, got {self.host!r}: drop one of the two"
+            )
+        if self.test_script is not None and not self.enable_test_hooks:
+            raise ValueError(
+                "test_script needs enable_test_hooks: add the second or drop the first"
             )

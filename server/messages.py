@@ -68,6 +68,8 @@ class EngineInfo:
     weights_bytes: int
     kv_bytes_per_token: int
     load_seconds: float
+    speculation: str = "off"
+    """Who drafts and how many tokens, for people: "mtp, adaptive up to 4"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,9 @@ class SequenceOutput:
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_token_id: int | None = None
+    num_accepted_drafts: int = 0
+    """How many of `token_ids` had been guessed."""
+    num_rejected_drafts: int = 0
     error: str | None = None
 
 
@@ -104,6 +109,13 @@ class Stats:
     generation_tokens: int = 0
     step_time_us: int = 0
     num_step_tokens: int = 0
+    num_drafts: int = 0
+    """Rows that had drafts to verify."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_by_position: tuple[int, ...] = ()
+    num_speculative_tokens: int = 0
+    """Drafts that each row of the last step was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,4 +14,6 @@ def join_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutpu
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
+        num_accepted_drafts=first.num_accepted_drafts + second.num_accepted_drafts,
+        num_rejected_drafts=first.num_rejected_drafts + second.num_rejected_drafts,
     )

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 import whalepod
+from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.server.config import DeviceConfig, EngineConfig, GatewayConfig, ModelSource
 from whalepod.server.errors import StartupError
@@ -25,6 +26,7 @@ from whalepod.tools.bench.config import (
     TargetConfig,
     WorkloadConfig,
 )
+from whalepod.tools.bench.decode import DecodeConfig
 from whalepod.tools.client import ClientError
 from whalepod.tools.doctor import DoctorConfig
 from whalepod.tools.flags import UsageError, add_command, read_config_file
@@ -36,12 +38,14 @@ GROUPS: dict[type, str] = {
     ModelSource: "Model",
     DeviceConfig: "Device",
     SchedulerConfig: "Scheduler",
+    SpeculationConfig: "Speculation",
     GatewayConfig: "Server",
     ServerAddress: "Server",
     TargetConfig: "Server",
     WorkloadConfig: "Workload",
     LoadConfig: "Load",
     ReportConfig: "Report",
+    DecodeConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
     ServeOptions: "Command line",
@@ -89,6 +93,16 @@ def bench_serve(config: BenchServeConfig) -> int:
     from whalepod.tools.bench.run import bench_serve as run
 
     return run(config)
+
+
+def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
+    """Measure in this process what speculation brings: rates, tokens per forward, acceptance.
+
+    MODEL answers the same prompts with 0 to 4 drafts and with the adaptive depth, in turns.
+    """
+    from whalepod.tools.bench.decode import bench_decode as run
+
+    return run(engine, config)
 
 
 def synth(config: SynthConfig) -> int:
@@ -181,6 +195,16 @@ def make_app() -> App:
     app.command(bench)
     add_command(
         bench, bench_serve, BenchServeConfig, name="serve", groups=GROUPS, env_fields=CLIENT_ENV
+    )
+    add_command(
+        bench,
+        bench_decode,
+        EngineConfig,
+        DecodeConfig,
+        name="decode",
+        groups=GROUPS,
+        positional=("model",),
+        env_fields=(),
     )
     add_command(app, chat, ChatConfig, name="chat", groups=GROUPS, env_fields=CLIENT_ENV)
     add_command(

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from numba import njit
 
+from whalepod.kernels.cpu.products import dot_block, mix_block
 from whalepod.kernels.cpu.regions import Region, argument, take
-from whalepod.kernels.cpu.simd import (
-    advance,
-    dot_block,
-    f32_pointer,
-    keep_apart,
-    mix_block,
-    num_lanes,
-    pointer_like,
-)
+from whalepod.kernels.cpu.simd import advance, f32_pointer, keep_apart, num_lanes, pointer_like
 
 _WIDE = num_lanes() == 16
 """Whether there are 32 vector registers of 16 lanes; with fewer, blocks of 4 x 4 would spill."""

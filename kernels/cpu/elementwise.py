@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numba import njit
 
+from whalepod.kernels.cpu.products import row_dot
 from whalepod.kernels.cpu.regions import Region, argument, argument_f64, take
 from whalepod.kernels.cpu.simd import (
     advance,
@@ -15,7 +16,6 @@ from whalepod.kernels.cpu.simd import (
     i64_pointer,
     load,
     pointer_like,
-    row_dot,
     store,
 )
 

@@ -2,6 +2,13 @@
 
 Tokens are grouped by expert, so each weight row is read once for all tokens that chose its expert.
 Two stages, one wait between them: gate, up and SwiGLU; then down and the weighted sum.
+
+64 experts of 256 x 1024, top-8, bf16, one core (shared, CPU time, November 2026), before the
+weights were prefetched; ms:
+
+tokens                          1      4     16     64    128    256
+one region                    1.4    5.0     15     29     43     65
+one oneDNN GEMM per expert    5.3     11     31     43     40     52
 """
 
 from __future__ import annotations
@@ -12,14 +19,7 @@ from numba import njit
 from whalepod.kernels.cpu.dense import dot_rows
 from whalepod.kernels.cpu.elementwise import ROWS_PER_ITEM, gated
 from whalepod.kernels.cpu.regions import Region, argument, finish, take, wait_for
-from whalepod.kernels.cpu.simd import (
-    advance,
-    f32_pointer,
-    i64_pointer,
-    load,
-    pointer_like,
-    store,
-)
+from whalepod.kernels.cpu.simd import advance, f32_pointer, i64_pointer, load, pointer_like, store
 
 INNER_PER_ITEM = 64
 """Inner features (rows of gate and of up) of an item of the first stage."""

@@ -1,6 +1,7 @@
 """Weights as the CPU kernels read them: in the checkpoint's layout, with what a call needs at hand.
 
-Rows of a checkpoint's weights are read at memory speed as they lie, so nothing is copied.
+Rows of a checkpoint's weights are read at memory speed as they lie, so nothing is copied. An
+address is only valid while its tensor lives: each object keeps the tensor beside it.
 """
 
 from __future__ import annotations

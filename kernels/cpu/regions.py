@@ -114,26 +114,37 @@ class Team:
 
 
 class _RegionFunction(CFunc):
-    """A C callback with the cache above."""
+    """A C callback of a region, with the cache above."""
 
     def enable_caching(self) -> None:
         self._cache = _SourceCache(self.__wrapped__)
 
+    def assembly(self) -> str:
+        """Return the machine code as text; empty if it came from the cache."""
+        library: Any = self._library  # type: ignore[attr-defined]
+        return str(library.get_asm_str())
+
 
 class _Compiled:
-    """A region's machine code for one model dtype."""
+    """A region's machine code for one model dtype, and the layout of its argument block."""
 
     def __init__(self, region: Region, dtype: torch.dtype) -> None:
-        pointer = simd.BF16_POINTER if dtype == torch.bfloat16 else simd.F32_POINTER
-        options = {"error_model": "numpy", "fastmath": {"contract"}}
-        function = _RegionFunction(region.body, ((pointer,), types.void), {}, options)
-        function.enable_caching()
-        function.compile()
-        self.function = function  # owns the machine code
-        assert function.address is not None
-        self.address: int = function.address
+        self.function = compile_function(region, dtype, is_cached=True)  # owns the machine code
+        assert self.function.address is not None
+        self.address: int = self.function.address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         self.layout = struct.Struct(f"={8 * _HEADER}x{region.arguments}")
+
+
+def compile_function(region: Region, dtype: torch.dtype, *, is_cached: bool) -> _RegionFunction:
+    """Compile a region for a model dtype, or load it from numba's cache."""
+    pointer = simd.BF16_POINTER if dtype == torch.bfloat16 else simd.F32_POINTER
+    options = {"error_model": "numpy", "fastmath": {"contract"}}
+    function = _RegionFunction(region.body, ((pointer,), types.void), {}, options)
+    if is_cached:
+        function.enable_caching()
+    function.compile()
+    return function
 
 
 def _find_fork() -> Any:

@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from whalepod.kernels.interface import BLOCK_TOKENS
-from whalepod.models.batch import ForwardBatch
-from whalepod.scheduler.plan import Row
+from whalepod.models.batch import ForwardBatch, TokenSpan
 
 
 class BatchBuilder:
@@ -30,7 +29,7 @@ class BatchBuilder:
         """Drop what is kept of a sequence that ended."""
         self._known.pop(sequence_id, None)
 
-    def build(self, rows: Sequence[Row]) -> ForwardBatch:
+    def build(self, rows: Sequence[TokenSpan]) -> ForwardBatch:
         """Return the batch of rows, in their order. Its tensors are views of the buffers."""
         num_rows = len(rows)
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
@@ -53,7 +52,7 @@ class BatchBuilder:
             max_query_tokens=max(len(row.token_ids) for row in rows),
         )
 
-    def _fill(self, row: Row, ids: NDArray[np.int32], begin: int) -> int:
+    def _fill(self, row: TokenSpan, ids: NDArray[np.int32], begin: int) -> int:
         """Write tokens, positions and slots of a row at `begin`; return where the next begins."""
         start, end = row.start, begin + len(row.token_ids)
         assert end <= self._max_tokens, (end, self._max_tokens)
@@ -71,7 +70,7 @@ class BatchBuilder:
         self._slots[begin:end] += positions % BLOCK_TOKENS
         return end
 
-    def _block_ids(self, row: Row) -> NDArray[np.int32]:
+    def _block_ids(self, row: TokenSpan) -> NDArray[np.int32]:
         """Return the row's block table as an array, kept until the scheduler hands out another.
 
         A table is an immutable tuple that changes only when the sequence gains a block, so

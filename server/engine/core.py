@@ -6,15 +6,20 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
+from whalepod.mtp.depth import Depth, FixedDepth
 from whalepod.scheduler.errors import RequestRejected
+from whalepod.scheduler.params import Constraint
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
 from whalepod.scheduler.request import Request, Sequence as ScheduledSequence
 from whalepod.scheduler.scheduler import Scheduler
+from whalepod.server.engine.grammar import GrammarState, GrammarStore
 from whalepod.server.engine.runner import Runner, new_runner_sequence
 from whalepod.server.engine.scripted import Encode, Script
+from whalepod.server.engine.speculation import step_record
 from whalepod.server.messages import (
     Abort,
     EngineInfo,
@@ -30,9 +35,14 @@ from whalepod.server.messages import (
     ToGateway,
 )
 from whalepod.server.outputs import join_outputs
+from whalepod.server.structured.interface import Matcher
 
 MAX_NUM_SEQUENCES = 128
 """Answers to one prompt; OpenAI's own limit."""
+MAX_COMPILING = 256
+"""Requests that wait for their grammars."""
+COMPILE_POLL_S = 0.01
+"""How long a loop without other work waits for a grammar before it looks at its messages."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,20 +68,29 @@ class EngineCore:
         runner: Runner,
         info: EngineInfo,
         *,
+        depth: Depth | None = None,
         seed: int = 0,
         hooks: TestHooks | None = None,
+        grammars: GrammarStore | None = None,
         journal: BinaryIO | None = None,
     ) -> None:
         """Start idle.
 
+        depth    chooses the number of drafts of each step, and may be replaced between two of
+                 them; None: no drafts
         seed     starts the generator of the seeds of requests that bring none
+        grammars compiles what requests constrain their answers to; None: such are refused
         journal  the file that the scheduler records to; flushed when idle, closed at the end
         """
         self.info = info
         self.runner = runner
         self.is_stopping = False
         self._scheduler = scheduler
+        self.depth = depth or FixedDepth(0)
+        self._num_drafts = 0
         self._hooks = hooks
+        self._grammars = grammars
+        self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}
         self._journal = journal
         self._seeds = random.Random(seed)
         self._scripts: dict[int, Script] = {}
@@ -80,7 +99,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._compiling)
 
     @property
     def stats(self) -> Stats:
@@ -100,6 +119,11 @@ class EngineCore:
             generation_tokens=s.generation_tokens,
             step_time_us=s.step_time_us,
             num_step_tokens=s.num_step_tokens,
+            num_drafts=s.num_drafts,
+            num_draft_tokens=s.num_draft_tokens,
+            num_accepted_tokens=s.num_accepted_tokens,
+            num_accepted_by_position=s.num_accepted_by_position,
+            num_speculative_tokens=self._num_drafts,
         )
 
     def check(self) -> None:
@@ -109,7 +133,8 @@ class EngineCore:
         assert self.runner.num_sequences == num_live, (
             f"the runner keeps {self.runner.num_sequences} sequences, {num_live} are alive"
         )
-        assert self.has_work == bool(self._live), f"has_work is {self.has_work} with {self._live}"
+        has_work = bool(self._live or self._compiling)
+        assert self.has_work == has_work, f"has_work is {self.has_work} with {self._live}"
 
     def rest(self) -> None:
         """Use a pause: check the invariants, and put the journal on disk."""
@@ -118,7 +143,9 @@ class EngineCore:
             self._journal.flush()
 
     def close(self) -> None:
-        """Close the journal."""
+        """Close the journal and end the thread that compiles grammars."""
+        if self._grammars is not None:
+            self._grammars.close()
         if self._journal is not None:
             self._journal.close()
 
@@ -149,7 +176,36 @@ class EngineCore:
         return None
 
     def _submit(self, submit: Submit) -> Rejected | None:
+        """Admit a request, or keep it until its grammar is compiled."""
+        constraint = submit.params.constraint
+        if constraint is None:
+            return self._admit(submit, None)
+        if self._grammars is None:
+            return _rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
+        if len(self._compiling) >= MAX_COMPILING:
+            return _rejected(submit, "queue_full", f"{MAX_COMPILING} grammars wait to be compiled")
+        matcher = self._grammars.matcher(constraint)
+        if matcher.done():
+            return self._admit(submit, matcher)
+        self._compiling[submit.request_id] = (submit, matcher)
+        return None
+
+    def _admit_compiled(self) -> list[SequenceOutput]:
+        """Admit the requests whose grammars are ready; return the failures of the others."""
+        if self._compiling and not self._scheduler.has_work:
+            wait([matcher for _, matcher in self._compiling.values()], timeout=COMPILE_POLL_S)
+        ready = [item for item in self._compiling.values() if item[1].done()]
+        failures = []
+        for submit, matcher in ready:
+            del self._compiling[submit.request_id]
+            rejected = self._admit(submit, matcher)
+            if rejected is not None:
+                failures.append(_failure(rejected))
+        return failures
+
+    def _admit(self, submit: Submit, compiled: Future[Matcher] | None) -> Rejected | None:
         try:
+            matcher = None if compiled is None else compiled.result()
             self._check_submit(submit)
             script = self._new_script(submit.test_steps)
             request = self._new_request(submit)
@@ -160,7 +216,7 @@ class EngineCore:
             return _rejected(submit, "invalid_request", str(error))
         self._live[request.request_id] = [s.sequence_id for s in request.sequences]
         for sequence in request.sequences:
-            self._add_sequence(sequence, script)
+            self._add_sequence(sequence, script, matcher)
         return None
 
     def _check_submit(self, submit: Submit) -> None:
@@ -171,6 +227,7 @@ class EngineCore:
             ("prompt", submit.prompt_token_ids),
             ("logit_bias", tuple(params.logit_bias)),
             ("stop_token_ids", params.stop_token_ids),
+            ("constraint", _tokens_of(params.constraint)),
         ):
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
                 wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
@@ -198,14 +255,27 @@ class EngineCore:
             raise ValueError("test_steps needs --enable-test-hooks")
         return Script(test_steps, self._hooks.encode, self._hooks.eos_token_id)
 
-    def _add_sequence(self, sequence: ScheduledSequence, script: Script | None) -> None:
-        new = new_runner_sequence(sequence, self._scheduler.eos_token_ids, script)
+    def _add_sequence(
+        self, sequence: ScheduledSequence, script: Script | None, matcher: Matcher | None
+    ) -> None:
+        request, eos_token_ids = sequence.request, self._scheduler.eos_token_ids
+        grammar = None
+        if matcher is not None and request.params.constraint is not None:
+            grammar = GrammarState(
+                matcher.copy(),
+                request.params.constraint,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                vocab_size=self.info.vocab_size,
+                stop_token_ids=eos_token_ids.union(request.params.stop_token_ids),
+            )
+        new = new_runner_sequence(sequence, eos_token_ids, script, grammar)
         self.runner.add(sequence.sequence_id, new)
         if script is not None:
             self._scripts[sequence.sequence_id] = script
 
     def _abort(self, request_id: str) -> StepOutputs | None:
         """Free a request; without a step to come, say here what the counters are now."""
+        self._compiling.pop(request_id, None)
         was_alive = request_id in self._live
         self._scheduler.cancel(request_id)
         for sequence_id in self._live.pop(request_id, ()):
@@ -225,31 +295,37 @@ class EngineCore:
         """Run one step and return its outputs, perhaps none; None when nothing could run."""
         if not self.has_work:
             return None
+        outputs = self._admit_compiled()
+        if not self._scheduler.has_work:
+            return StepOutputs(outputs=tuple(outputs), stats=self.stats)
         self._scheduler.note_clock(time.monotonic_ns() // 1000)
-        plan = self._scheduler.step()
+        self._num_drafts = self.depth.choose()
+        plan = self._scheduler.step(self._num_drafts)
         if plan is None:
-            return None
-        outputs = []
-        for output in self._scheduler.finish(self._run(plan)):
+            return StepOutputs(outputs=tuple(outputs), stats=self.stats) if outputs else None
+        plan, result = self._run(plan)
+        self.depth.observe(step_record(plan, result))
+        for output in self._scheduler.finish(result):
             message = self._message(output)
             if message is not None:
                 outputs.append(message)
         return StepOutputs(outputs=tuple(outputs), stats=self.stats)
 
-    def _run(self, plan: Plan) -> StepResult:
-        """Run a step, once more if it fails. The result belongs to the step now in flight."""
+    def _run(self, plan: Plan) -> tuple[Plan, StepResult]:
+        """Run a step, once more if it fails. Returns the plan now in flight and its result."""
         try:
-            return self.runner.run(plan)
+            return plan, self.runner.run(plan)
         except Exception:
             logger.exception("step %d failed and is run again", plan.step)
         self._scheduler.finish_failed(plan.step)
-        again = self._scheduler.step()
+        again = self._scheduler.step(self._num_drafts)
         assert again is not None, f"step {plan.step} failed and cannot be planned again"
         try:
-            return self.runner.run(again)
+            return again, self.runner.run(again)
         except Exception as error:
             logger.exception("step %d failed again: its requests end", again.step)
-            return _failed_result(again, f"the engine failed: {type(error).__name__}: {error}")
+            message = f"the engine failed: {type(error).__name__}: {error}"
+            return again, _failed_result(again, message)
 
     def _message(self, output: Output) -> SequenceOutput | None:
         message = SequenceOutput(
@@ -261,6 +337,8 @@ class EngineCore:
             num_cached_tokens=output.num_cached_tokens,
             finish_reason=output.finish_reason,
             stop_token_id=output.stop_token_id,
+            num_accepted_drafts=output.num_accepted_drafts,
+            num_rejected_drafts=output.num_rejected_drafts,
             error=output.error,
         )
         if output.sequence_id in self._scripts:
@@ -295,6 +373,24 @@ class EngineCore:
 def _failed_result(plan: Plan, error: str) -> StepResult:
     rows = tuple([RowResult(sequence_id=row.sequence_id, error=error) for row in plan.rows])
     return StepResult(step=plan.step, rows=rows)
+
+
+def _tokens_of(constraint: Constraint | None) -> tuple[int, ...]:
+    if constraint is None:
+        return ()
+    start = () if constraint.starts_after is None else (constraint.starts_after,)
+    return start + constraint.banned_before
+
+
+def _failure(rejected: Rejected) -> SequenceOutput:
+    """Return a refusal of a request that was taken already."""
+    return SequenceOutput(
+        request_id=rejected.request_id,
+        index=0,
+        token_ids=(),
+        finish_reason="error",
+        error=rejected.message,
+    )
 
 
 def _rejected(submit: Submit, code: str, message: str) -> Rejected:

@@ -1,10 +1,10 @@
-"""Runs a plan: copies, one forward pass, logits where they are wanted, the next tokens."""
+"""Runs a plan: copies, one forward pass, logits where they are wanted, the next tokens, drafts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -12,13 +12,16 @@ from torch import Tensor
 
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
+from whalepod.mtp.verify import count_accepted
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row, RowResult, StepResult, TokenLogprob
 from whalepod.scheduler.request import Sequence
 from whalepod.server.engine.batching import BatchBuilder
+from whalepod.server.engine.grammar import GrammarState
 from whalepod.server.engine.sampler import Sampler, Wanted, logprobs
 from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
 from whalepod.server.engine.scripted import Script, ScriptError
+from whalepod.server.engine.speculation import Speculator, TextEnd
 
 PROMPT_LOGPROB_ROWS = 64
 """Prompt positions whose logits exist at a time: a row of V3's vocabulary takes half a MiB."""
@@ -50,7 +53,10 @@ class RunnerSequence:
 
 
 def new_runner_sequence(
-    sequence: Sequence, eos_token_ids: frozenset[int], script: Script | None = None
+    sequence: Sequence,
+    eos_token_ids: frozenset[int],
+    script: Script | None = None,
+    grammar: GrammarState | None = None,
 ) -> RunnerSequence:
     """Return what the runner needs of a sequence that the scheduler has queued."""
     request, params = sequence.request, sequence.request.params
@@ -60,6 +66,7 @@ def new_runner_sequence(
         request.prompt_token_ids,
         seed_of_branch(params.seed, sequence.index),
         eos_token_ids.union(params.stop_token_ids),
+        grammar,
     )
     return RunnerSequence(
         state=state, wants_prompt_logprobs=sequence.reports_prompt_logprobs, script=script
@@ -73,6 +80,13 @@ class _Rows:
     row: Row
     sequence: RunnerSequence
     begin: int
+    accepted: list[_Choice] = field(default_factory=list)
+    """What the row yields, once drafts are judged."""
+    error: str | None = None
+
+    @property
+    def drafts(self) -> SequenceOf[int]:
+        return self.row.token_ids[len(self.row.token_ids) - self.row.num_drafts :]
 
     @property
     def wanted_positions(self) -> range:
@@ -84,17 +98,36 @@ class _Rows:
         """Return the row of hidden states that predicts the token at `position`."""
         return self.begin + position - 1 - self.row.start
 
+    def text_end(self) -> TextEnd:
+        """Return where the text ends. A scripted text, which the model would not write, and one
+        that failed get no drafts."""
+        num_true = len(self.row.token_ids) - self.row.num_drafts + max(len(self.accepted) - 1, 0)
+        return TextEnd(
+            row=self.row,
+            state=self.sequence.state,
+            num_true=num_true,
+            token_id=self.accepted[-1].token_id if self.accepted else None,
+            hidden_row=self.begin + num_true - 1,
+            wants_drafts=bool(self.accepted) and not self.error and not self.sequence.script,
+        )
+
 
 class Runner:
     """Owns the model's cache rows and the sequences' sampling states; one `run` per step."""
 
     def __init__(
-        self, model: Model, cache: LatentCache, sampler: Sampler, batches: BatchBuilder
+        self,
+        model: Model,
+        cache: LatentCache,
+        sampler: Sampler,
+        batches: BatchBuilder,
+        speculator: Speculator | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._sampler = sampler
         self._batches = batches
+        self._speculator = speculator
         self._sequences: dict[int, RunnerSequence] = {}
 
     @property
@@ -109,6 +142,8 @@ class Runner:
         """Forget a sequence that ended."""
         self._sequences.pop(sequence_id, None)
         self._batches.forget(sequence_id)
+        if self._speculator is not None:
+            self._speculator.forget(sequence_id)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
@@ -120,31 +155,60 @@ class Runner:
         started = time.perf_counter_ns()
         for copy in plan.copies:
             self._cache.copy_rows(copy.source, copy.target, copy.num_tokens)
-        results = self._run_rows(plan.rows) if plan.rows else ()
-        elapsed_us = (time.perf_counter_ns() - started) // 1000
-        return StepResult(step=plan.step, rows=results, step_time_us=elapsed_us)
+            if self._speculator is not None:
+                self._speculator.note_copy(copy)
+        results, draft_ns = self._run_rows(plan.rows) if plan.rows else ((), 0)
+        return StepResult(
+            step=plan.step,
+            rows=results,
+            step_time_us=(time.perf_counter_ns() - started) // 1000,
+            draft_time_us=draft_ns // 1000,
+        )
 
-    def _run_rows(self, rows: SequenceOf[Row]) -> tuple[RowResult, ...]:
-        hidden_TH = self._model.forward(self._batches.build(rows), self._cache)
+    def _run_rows(self, rows: SequenceOf[Row]) -> tuple[tuple[RowResult, ...], int]:
+        """Return the results of rows and the nanoseconds spent on drafts."""
+        batch = self._batches.build(rows)
+        hidden_TH = self._model.forward(batch, self._cache)
         spans, begin = [], 0
         for row in rows:
             sequence = self._sequences[row.sequence_id]
-            num_accepted = len(row.token_ids) - row.num_drafts
-            sequence.state.observe(row.start, row.token_ids[:num_accepted])
+            num_own = len(row.token_ids) - row.num_drafts
+            sequence.state.observe(row.start, row.token_ids[:num_own])
             spans.append(_Rows(row, sequence, begin))
             begin += len(row.token_ids)
-        sampled = self._sample(hidden_TH, spans)
-        return tuple([
-            self._result(span, choices, hidden_TH)
-            for span, choices in zip(spans, sampled, strict=True)
-        ])  # fmt: skip
+        if self._speculator is not None:
+            self._speculator.note_forward(rows, batch, hidden_TH)
+        for span, choices in zip(spans, self._sample(hidden_TH, spans), strict=True):
+            _judge(span, choices)
+        results = [self._result(span, hidden_TH) for span in spans]
+        if self._speculator is None:
+            return tuple(results), 0
+        started = time.perf_counter_ns()
+        self._add_drafts(self._speculator, results, spans, hidden_TH)
+        return tuple(results), time.perf_counter_ns() - started
+
+    def _add_drafts(
+        self,
+        speculator: Speculator,
+        results: list[RowResult],
+        spans: list[_Rows],
+        hidden_TH: Tensor,
+    ) -> None:
+        """Put drafts into the results. What is known of the texts grows here, at the end of a
+        step, so that one that is run again finds what it found the first time."""
+        ends = [span.text_end() for span in spans]
+        for i, drafts in enumerate(speculator.draft(ends, hidden_TH)):
+            if drafts:
+                results[i] = replace(results[i], draft_token_ids=drafts)
+            if accepted := ends[i].accepted:
+                spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
     def _sample(self, hidden_TH: Tensor, spans: list[_Rows]) -> list[list[_Choice]]:
         """Choose a token at each wanted position of each row, all rows in one pass."""
         wanted, hidden_rows = [], []
         for span in spans:
-            for position in span.wanted_positions:
-                wanted.append(Wanted(span.sequence.state, position))
+            for index, position in enumerate(span.wanted_positions):
+                wanted.append(self._wanted(span, index, position))
                 hidden_rows.append(span.hidden_row(position))
         if not wanted:
             return [[] for _ in spans]
@@ -159,19 +223,24 @@ class Runner:
         ])  # fmt: skip
         return [[next(choices) for _ in span.wanted_positions] for span in spans]
 
-    def _result(self, span: _Rows, choices: list[_Choice], hidden_TH: Tensor) -> RowResult:
-        sequence_id = span.row.sequence_id
-        if any(choice.is_fault for choice in choices):
-            return RowResult(sequence_id=sequence_id, error="the model's logits are not finite")
+    def _wanted(self, span: _Rows, index: int, position: int) -> Wanted:
+        """Ask for the token behind the first `index` drafts, as if they were right: if one is
+        not, nobody looks at what comes behind it."""
+        state, drafts = span.sequence.state, span.drafts
+        if index == len(drafts) or not self._sampler.by_rejection:
+            return Wanted(state, position, drafts[:index])
+        log_q_V = None
+        if self._speculator is not None:
+            log_q_V = self._speculator.log_q(span.row, index)
+        return Wanted(state, position, drafts[:index], drafts[index], log_q_V)
+
+    def _result(self, span: _Rows, hidden_TH: Tensor) -> RowResult:
+        sequence_id, accepted = span.row.sequence_id, span.accepted
+        if span.error is not None:
+            return RowResult(sequence_id=sequence_id, error=span.error)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if span.sequence.wants_prompt_logprobs:
             prompt_logprobs = self._prompt_logprobs(span, hidden_TH)
-        accepted = _accepted_run(span.row, choices)
-        if span.sequence.script is not None and choices:
-            try:
-                accepted = [_scripted(span, choices[0])]
-            except ScriptError as error:
-                return RowResult(sequence_id=sequence_id, error=str(error))
         return RowResult(
             sequence_id=sequence_id,
             token_ids=tuple([choice.token_id for choice in accepted]),
@@ -204,17 +273,17 @@ class _Choice:
     is_fault: bool
 
 
-def _accepted_run(row: Row, choices: list[_Choice]) -> list[_Choice]:
-    """Return the choices up to the first that is not the draft: acceptance by coupling.
-
-    The choice at a position is the model's own, so a draft is right iff it equals it; the first
-    choice that differs, or the one after the last draft, is the step's last token.
-    """
-    drafts = row.token_ids[len(row.token_ids) - row.num_drafts :]
-    for num_accepted, draft in enumerate(drafts):
-        if choices[num_accepted].token_id != draft:
-            return choices[: num_accepted + 1]
-    return choices
+def _judge(span: _Rows, choices: list[_Choice]) -> None:
+    """Keep the choices up to the first that is not the draft; it is the row's last token."""
+    num_accepted = count_accepted(span.drafts, [choice.token_id for choice in choices])
+    span.accepted = choices[: num_accepted + 1]
+    if any(choice.is_fault for choice in span.accepted):
+        span.error = "the model's logits are not finite"
+    elif span.sequence.script is not None and choices:
+        try:
+            span.accepted = [_scripted(span, choices[0])]
+        except ScriptError as error:
+            span.error = str(error)
 
 
 def _scripted(span: _Rows, choice: _Choice) -> _Choice:

@@ -1,10 +1,10 @@
 """Chooses tokens: argmax(log p + g(seed, position)), where greedy is g = 0.
 
-p is the model's distribution after, in this order: min_tokens, logit_bias, repetition, frequency
-and presence penalties, temperature, min-p, top-k, top-p (the order of vLLM). The Gumbel noise g
-makes the argmax a draw from p; it depends on the sequence's seed and on the token's position
-alone, so neighbours, chunks and drafts change nothing. Where values tie the lowest id wins, and
-top-k and top-p keep all tokens that tie with the last one kept.
+p is the model's distribution after, in this order: grammar, min_tokens, logit_bias, repetition,
+frequency and presence penalties, temperature, min-p, top-k, top-p (the order of vLLM). The Gumbel
+noise g makes the argmax a draw from p; it depends on the sequence's seed and on the token's
+position alone, so neighbours, chunks and drafts change nothing. Where values tie the lowest id
+wins, and top-k and top-p keep all tokens that tie with the last one kept.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import torch
@@ -19,16 +20,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whalepod.kernels.interface import Kernels
+from whalepod.mtp.verify import choose_by_rejection, uniform_of_gumbel
 from whalepod.scheduler.plan import TokenLogprob
-from whalepod.server.engine.sampling_state import SamplingState
+from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
+
+
+class _Stream(Enum):
+    """Random numbers of a sequence beside g(seed, position), for acceptance by rejection; the
+    values lie above all answers' indices."""
+
+    DRAFT = 1 << 20
+    ACCEPT = 2 << 20
+    INSTEAD = 3 << 20
 
 
 @dataclass(slots=True)
 class Wanted:
-    """One token to choose: `position` is its index in the sequence's whole text."""
+    """One token to choose: `position` is its index in the sequence's whole text.
+
+    `before` are the tokens in front of it that the state has not observed. With acceptance by
+    rejection `draft` is the guess that is judged here, drawn from `log_q_V` (None: it was certain).
+    """
 
     state: SamplingState
     position: int
+    before: Sequence[int] = ()
+    draft: int | None = None
+    log_q_V: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +60,21 @@ class Samples:
 
 
 class Sampler:
-    """Samples rows of logits with the settings of their sequences. Holds no state of its own."""
+    """Samples rows of logits with the settings of their sequences. Holds no state of its own.
 
-    def __init__(self, kernels: Kernels) -> None:
+    by_rejection  drafts are drawn and judged by the classical rule instead of by coupling
+    """
+
+    def __init__(self, kernels: Kernels, *, by_rejection: bool = False) -> None:
         self._kernels = kernels
+        self.by_rejection = by_rejection
 
     def sample(self, logits_BV: Tensor, wanted: Sequence[Wanted]) -> Samples:
         """Choose one token per row of f32 `[B, V]`, which is not changed."""
         ids, peaks = _argmax(logits_BV)
         shaped = [row for row, w in enumerate(wanted) if w.position < w.state.plain_from]
         if shaped:
-            chosen = self._choose(logits_BV[shaped], [wanted[row] for row in shaped])
+            chosen, _ = self._choose(logits_BV[shaped], [wanted[row] for row in shaped])
             for row, token_id in zip(shaped, chosen, strict=True):
                 ids[row] = token_id
         return Samples(
@@ -61,23 +83,76 @@ class Sampler:
             is_fault=[not math.isfinite(peak) for peak in peaks],
         )
 
-    def _choose(self, logits_BV: Tensor, wanted: list[Wanted]) -> list[int]:
+    def draft(
+        self, logits_BV: Tensor, wanted: Sequence[Wanted]
+    ) -> tuple[list[int], list[Tensor | None]]:
+        """Guess one token per row of a draft model's logits, as the model will choose.
+
+        Returns the guesses and, with acceptance by rejection, the log-probabilities `[V]` (up to a
+        constant) that the random ones were drawn from.
+        """
+        ids, _ = _argmax(logits_BV)
+        log_qs: list[Tensor | None] = [None] * len(ids)
+        shaped = [row for row, w in enumerate(wanted) if w.position < w.state.plain_from]
+        if shaped:
+            chosen, log_q_BV = self._choose(
+                logits_BV[shaped], [wanted[row] for row in shaped], _Stream.DRAFT
+            )
+            for row, token_id, log_q_V in zip(shaped, chosen, log_q_BV, strict=True):
+                ids[row] = token_id
+                log_qs[row] = log_q_V
+        return ids, log_qs
+
+    def _choose(
+        self, logits_BV: Tensor, wanted: list[Wanted], stream: _Stream | None = None
+    ) -> tuple[list[int], list[Tensor | None]]:
         """Choose for rows that are random or edited; `logits_BV` is theirs to change."""
         _edit(logits_BV, wanted)
         chosen, _ = _argmax(logits_BV)
+        log_qs: list[Tensor | None] = [None] * len(chosen)
         rows = [row for row, want in enumerate(wanted) if not want.state.is_greedy]
         if rows:
-            states = [wanted[row].state for row in rows]
-            positions = [wanted[row].position for row in rows]
-            x_BV = restrict(logits_BV[rows], states)
-            x_BV += self._kernels.gumbel_noise(
-                torch.tensor([state.seed for state in states]),
-                torch.tensor(positions),
-                x_BV.shape[1],
-            )
-            for row, token_id in zip(rows, _argmax(x_BV)[0], strict=True):
+            log_p_BV = restrict(logits_BV[rows], [wanted[row].state for row in rows])
+            wanted = [wanted[row] for row in rows]
+            ids = self._draw(log_p_BV, wanted, stream if self.by_rejection else None)
+            for row, token_id, log_p_V in zip(rows, ids, log_p_BV, strict=True):
                 chosen[row] = token_id
-        return chosen
+                log_qs[row] = log_p_V if self.by_rejection else None
+        return chosen, log_qs
+
+    def _draw(self, log_p_BV: Tensor, wanted: list[Wanted], stream: _Stream | None) -> list[int]:
+        """Draw from each row: argmax(log p + g), or what the rule of rejection says of a draft."""
+        x_BV = log_p_BV + self._noise(wanted, log_p_BV.shape[1], stream)
+        ids, _ = _argmax(x_BV)
+        judged = [row for row, want in enumerate(wanted) if want.draft is not None]
+        if judged:
+            chosen = self._judge(log_p_BV[judged], [wanted[row] for row in judged])
+            for row, token_id in zip(judged, chosen, strict=True):
+                ids[row] = token_id
+        return ids
+
+    def _judge(self, log_p_BV: Tensor, wanted: list[Wanted]) -> list[int]:
+        drafts_B = torch.tensor([want.draft for want in wanted])
+        log_q_BV = torch.full_like(log_p_BV, -torch.inf)
+        log_q_BV.scatter_(1, drafts_B[:, None], 0.0)
+        for row, want in enumerate(wanted):
+            if want.log_q_V is not None:
+                log_q_BV[row] = want.log_q_V
+        uniforms_B = uniform_of_gumbel(self._noise(wanted, 1, _Stream.ACCEPT))[:, 0]
+        noise_BV = self._noise(wanted, log_p_BV.shape[1], _Stream.INSTEAD)
+        ids: list[int] = choose_by_rejection(
+            drafts_B, log_p_BV, log_q_BV, uniforms_B, noise_BV
+        ).tolist()
+        return ids
+
+    def _noise(self, wanted: list[Wanted], width: int, stream: _Stream | None) -> Tensor:
+        """Return g(seed, position) of each row; a stream is one of its own, independent of it."""
+        seeds = [want.state.seed for want in wanted]
+        if stream is not None:
+            seeds = [seed_of_branch(seed, stream.value) for seed in seeds]
+        return self._kernels.gumbel_noise(
+            torch.tensor(seeds), torch.tensor([want.position for want in wanted]), width
+        )
 
 
 def _argmax(x_BV: Tensor) -> tuple[list[int], list[float]]:
@@ -94,7 +169,8 @@ def _argmax(x_BV: Tensor) -> tuple[list[int], list[float]]:
 
 
 def _edit(logits_BV: Tensor, wanted: Sequence[Wanted]) -> None:
-    """Apply min_tokens, logit_bias and penalties in place; all rows in one call each."""
+    """Apply grammars, min_tokens, logit_bias and penalties in place; all rows in one call each."""
+    _keep_to_grammars(logits_BV, wanted)
     stops = [(w.state.stop_token_ids, w.state.masks_stops(w.position)) for w in wanted]
     rows, ids = _flat_index([ids if masked else ids[:0] for ids, masked in stops])
     logits_BV[rows, ids] = -torch.inf
@@ -104,13 +180,23 @@ def _edit(logits_BV: Tensor, wanted: Sequence[Wanted]) -> None:
     logits_BV[rows, ids] += torch.from_numpy(biases)
 
     if penalised := [row for row, w in enumerate(wanted) if w.state.has_penalties]:
-        _penalise(logits_BV, penalised, [wanted[row].state for row in penalised])
+        _penalise(logits_BV, penalised, [wanted[row] for row in penalised])
 
 
-def _penalise(logits_BV: Tensor, rows: list[int], states: list[SamplingState]) -> None:
-    counts = [state.counts for state in states]
-    index, ids = _flat_index([c.ids for c in counts], rows)
-    lengths = [len(c.ids) for c in counts]
+def _keep_to_grammars(logits_BV: Tensor, wanted: Sequence[Wanted]) -> None:
+    for row, want in enumerate(wanted):
+        if want.state.grammar is None:
+            continue
+        allowed_V = want.state.grammar.allowed(want.before)
+        if allowed_V is not None:
+            logits_BV[row, torch.from_numpy(~allowed_V)] = -torch.inf
+
+
+def _penalise(logits_BV: Tensor, rows: list[int], wanted: list[Wanted]) -> None:
+    states = [want.state for want in wanted]
+    counts = [want.state.counts_after(want.before) for want in wanted]
+    index, ids = _flat_index([ids for ids, _ in counts], rows)
+    lengths = [len(ids) for ids, _ in counts]
 
     def per_token(values: list[float]) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), lengths))
@@ -118,7 +204,7 @@ def _penalise(logits_BV: Tensor, rows: list[int], states: list[SamplingState]) -
     repetition = per_token([s.params.repetition_penalty for s in states])
     frequency = per_token([s.params.frequency_penalty for s in states])
     presence = per_token([s.params.presence_penalty for s in states])
-    generated = torch.from_numpy(np.concatenate([c.generated for c in counts]))
+    generated = torch.from_numpy(np.concatenate([generated for _, generated in counts]))
     x = logits_BV[index, ids]
     x = torch.where(x > 0, x / repetition, x * repetition)
     logits_BV[index, ids] = x - frequency * generated - presence * (generated > 0)

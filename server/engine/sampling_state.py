@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whalepod.scheduler.params import SamplingParams
+from whalepod.server.engine.grammar import GrammarState
+
+IntArray: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float32]
 
 SMALLEST_TEMPERATURE = 1e-5
 """Below it dividing by the temperature overflows; the limit is the greedy choice anyway."""
@@ -21,8 +26,8 @@ class SamplingState:
     """
 
     __slots__ = (
-        "_counts", "bias_ids", "bias_values", "has_penalties", "is_greedy", "num_prompt_tokens",
-        "params", "plain_from", "prompt_token_ids", "seed", "stop_token_ids",
+        "_counts", "bias_ids", "bias_values", "grammar", "has_penalties", "is_greedy",
+        "num_prompt_tokens", "params", "plain_from", "prompt_token_ids", "seed", "stop_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -31,8 +36,10 @@ class SamplingState:
         prompt_token_ids: Sequence[int],
         seed: int,
         stop_token_ids: Collection[int] = (),
+        grammar: GrammarState | None = None,
     ) -> None:
         self.params = params
+        self.grammar = grammar
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.seed = as_int64(seed)
@@ -50,7 +57,7 @@ class SamplingState:
 
     def _plain_from(self) -> float:
         """Return the first position whose token is simply the likeliest of the model's logits."""
-        if not self.is_greedy or self.has_penalties or len(self.bias_ids):
+        if not self.is_greedy or self.has_penalties or len(self.bias_ids) or self.grammar:
             return math.inf
         return self.num_prompt_tokens + self.params.min_tokens
 
@@ -64,6 +71,8 @@ class SamplingState:
         Counting what rows bring, not what was sampled, makes a repeated step, a recomputed
         sequence and a rejected draft harmless.
         """
+        if self.grammar is not None:
+            self.grammar.observe(start, token_ids)
         if self.has_penalties:
             self.counts.observe(start, token_ids)
 
@@ -72,6 +81,13 @@ class SamplingState:
         if self._counts is None:
             self._counts = TokenCounts(self.prompt_token_ids)
         return self._counts
+
+    def counts_after(self, token_ids: Sequence[int]) -> tuple[IntArray, FloatArray]:
+        """Return the distinct tokens of the text, and how often the answer holds each, as if
+        `token_ids` had been generated behind what was observed."""
+        if not token_ids:
+            return self.counts.ids, self.counts.generated
+        return self.counts.with_tokens(token_ids)
 
 
 class TokenCounts:
@@ -85,12 +101,12 @@ class TokenCounts:
         self._num_seen = len(prompt_token_ids)
 
     @property
-    def ids(self) -> NDArray[np.int64]:
+    def ids(self) -> IntArray:
         """Distinct tokens of prompt and answer, in order of first appearance."""
         return self._ids[: len(self._slot_of)]
 
     @property
-    def generated(self) -> NDArray[np.float32]:
+    def generated(self) -> FloatArray:
         """For each of `ids`, how often the answer holds it."""
         return self._counts[: len(self._slot_of)]
 
@@ -100,6 +116,18 @@ class TokenCounts:
             slot = self._slot(token_id)  # may replace the array
             self._counts[slot] += 1
         self._num_seen = max(self._num_seen, start + len(token_ids))
+
+    def with_tokens(self, token_ids: Sequence[int]) -> tuple[IntArray, FloatArray]:
+        """Return `ids` and `generated` with more tokens, which are not kept."""
+        fresh = [token_id for token_id in dict.fromkeys(token_ids) if token_id not in self._slot_of]
+        num_known = len(self._slot_of)
+        ids = np.concatenate([self.ids, np.array(fresh, dtype=np.int64)])
+        generated = np.concatenate([self.generated, np.zeros(len(fresh), dtype=np.float32)])
+        slot_of_fresh = {token_id: num_known + i for i, token_id in enumerate(fresh)}
+        for token_id in token_ids:
+            slot = self._slot_of.get(token_id)
+            generated[slot_of_fresh[token_id] if slot is None else slot] += 1
+        return ids, generated
 
     def _slot(self, token_id: int) -> int:
         slot = self._slot_of.setdefault(token_id, len(self._slot_of))

@@ -9,7 +9,13 @@ from fastapi import FastAPI
 
 import whalepod
 from whalepod.server.config import GatewayConfig
-from whalepod.server.gateway import routes_generate, routes_health, routes_models, routes_tokens
+from whalepod.server.gateway import (
+    routes_generate,
+    routes_health,
+    routes_models,
+    routes_page,
+    routes_tokens,
+)
 from whalepod.server.gateway.api_errors import install_error_handlers
 from whalepod.server.gateway.auth import ApiKeyMiddleware, RequestIdMiddleware
 from whalepod.server.gateway.gateway import Gateway
@@ -35,7 +41,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         yield
-        gateway.offload.close()
+        await gateway.close()
 
     app = FastAPI(
         title="whalepod",
@@ -45,7 +51,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.gateway = gateway
-    for routes in (routes_generate, routes_models, routes_tokens, routes_health):
+    for routes in (routes_generate, routes_models, routes_tokens, routes_health, routes_page):
         app.include_router(routes.router)
     install_docs(app)
     install_error_handlers(app, gateway.metrics.count_error)

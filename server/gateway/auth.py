@@ -12,7 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whalepod.server.gateway.api_errors import ApiError
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/docs", "/openapi.json"})
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi.json"})
+_OPEN_FOLDERS = ("/docs/", "/page/")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -38,7 +39,7 @@ class RequestIdMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Ask for one of the keys everywhere but on the health routes and the documentation."""
+    """Ask for one of the keys everywhere but for health, the documentation and the page."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -53,7 +54,7 @@ class ApiKeyMiddleware:
 
     def _is_allowed(self, scope: Scope) -> bool:
         path = scope["path"]
-        if path in _OPEN_PATHS or path.startswith("/docs/"):
+        if path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS):
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = key.strip().encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.encoder import AnswerHeader, EncoderOptions, usage_fields
@@ -14,7 +14,13 @@ from whalepod.server.gateway.events import (
     Finished,
     RoleStarted,
     TextDelta,
+    ToolCall,
     UsageReady,
+)
+from whalepod.server.gateway.families.interface import (
+    ToolArguments,
+    ToolCallEnded,
+    ToolCallStarted,
 )
 from whalepod.server.gateway.logprobs import chat_logprobs
 from whalepod.server.gateway.sse import DONE, frame
@@ -58,8 +64,11 @@ class ChatEncoder:
         }
 
     def _choice(self, choice: Choice) -> dict[str, object]:
-        message: dict[str, object] = {"role": "assistant", "content": choice.text}
-        message |= {"refusal": None, "annotations": []}
+        text = choice.text if choice.text or not choice.tool_calls else None
+        message: dict[str, object] = {"role": "assistant", "content": text}
+        message |= {"refusal": None, "annotations": [], **_reasoning(choice.reasoning)}
+        if choice.tool_calls:
+            message["tool_calls"] = [_tool_call(call) for call in choice.tool_calls]
         return {
             "index": choice.index,
             "message": message,
@@ -70,12 +79,17 @@ class ChatEncoder:
         }
 
     def _text_frame(self, event: TextDelta) -> bytes:
+        """One frame for each part; the tokens of all go with the first."""
         options = self._options
-        if not event.text and not options.return_token_ids and options.num_top_logprobs is None:
-            return b""
-        extra = self._token_ids(event.token_ids)
-        logprobs = self._logprobs(event.logprobs)
-        return self._choice_frame(event.index, {"content": event.text}, logprobs=logprobs, **extra)
+        deltas = list(_deltas(event))
+        if not deltas and (options.return_token_ids or options.num_top_logprobs is not None):
+            deltas = [{"content": ""}]
+        fields = {"logprobs": self._logprobs(event.logprobs), **self._token_ids(event.token_ids)}
+        frames = []
+        for delta in deltas:
+            frames.append(self._choice_frame(event.index, delta, **fields))
+            fields = {}
+        return b"".join(frames)
 
     def _choice_frame(self, index: int, delta: dict[str, object], **fields: object) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -98,3 +112,31 @@ class ChatEncoder:
         if not self._options.return_token_ids:
             return {}
         return {"prompt_token_ids": list(self._options.prompts_token_ids[0])}
+
+
+def _deltas(event: TextDelta) -> Iterator[dict[str, object]]:
+    if event.reasoning:
+        yield _reasoning(event.reasoning)
+    if event.text:
+        yield {"content": event.text}
+    for tool_event in event.tool_events:
+        if not isinstance(tool_event, ToolCallEnded):
+            yield {"tool_calls": [_tool_delta(tool_event)]}
+
+
+def _reasoning(text: str) -> dict[str, object]:
+    """Return the reasoning under both names that clients look for; nothing when there is none."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _tool_call(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool_delta(event: ToolCallStarted | ToolArguments) -> dict[str, object]:
+    """Return the first delta of a call, which names it, or a piece of its arguments."""
+    if isinstance(event, ToolArguments):
+        return {"index": event.index, "function": {"arguments": event.text}}
+    function = {"name": event.name, "arguments": ""}
+    return {"index": event.index, "id": event.id, "type": "function", "function": function}

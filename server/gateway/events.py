@@ -11,6 +11,12 @@ from typing import TypeAlias
 
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.api_errors import ApiError
+from whalepod.server.gateway.families.interface import (
+    ToolArguments,
+    ToolCallEnded,
+    ToolCallStarted,
+    ToolEvent,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +28,16 @@ class RoleStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """New text of a choice, with the tokens that arrived since the last delta.
+    """What a choice said since the last delta, with the tokens that arrived since then.
 
-    Text that may be the beginning of a stop string comes later than its tokens.
+    The parts are in this order: reasoning, text, tool calls. What may be the beginning of a stop
+    string or of markup comes later than its tokens.
     """
 
     index: int
     text: str
+    reasoning: str = ""
+    tool_events: tuple[ToolEvent, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
     """One per token when asked for; None for the first token of an echoed prompt."""
@@ -43,7 +52,7 @@ class Finished:
 
     index: int
     reason: str
-    """"stop" or "length"."""
+    """"stop", "length" or "tool_calls"."""
     stop_reason: str | int | None = None
     """The stop string or the stop token that ended it."""
 
@@ -55,12 +64,25 @@ class UsageReady:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
+    """Those of `completion_tokens` that the model spent on its reasoning."""
+    accepted_prediction_tokens: int = 0
+    """Tokens of the answer that had been guessed."""
+    rejected_prediction_tokens: int = 0
+    """Guesses that were computed and are not in the answer."""
 
     def __add__(self, other: UsageReady) -> UsageReady:
         return UsageReady(
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             completion_tokens=self.completion_tokens + other.completion_tokens,
             cached_tokens=self.cached_tokens + other.cached_tokens,
+            reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
+            accepted_prediction_tokens=(
+                self.accepted_prediction_tokens + other.accepted_prediction_tokens
+            ),
+            rejected_prediction_tokens=(
+                self.rejected_prediction_tokens + other.rejected_prediction_tokens
+            ),
         )
 
 
@@ -75,10 +97,22 @@ Event: TypeAlias = RoleStarted | TextDelta | Finished | UsageReady | Failed
 
 
 @dataclass(slots=True)
+class ToolCall:
+    """One call of a function, folded."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    is_complete: bool = False
+
+
+@dataclass(slots=True)
 class Choice:
     """One answer, folded."""
 
     index: int
+    reasonings: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
@@ -89,7 +123,10 @@ class Choice:
     stop_reason: str | int | None = None
 
     def add(self, event: TextDelta) -> None:
+        self.reasonings.append(event.reasoning)
         self.texts.append(event.text)
+        for tool_event in event.tool_events:
+            self._add_tool_event(tool_event)
         if not event.is_prompt:
             self.token_ids += event.token_ids
         if event.logprobs:
@@ -97,9 +134,22 @@ class Choice:
             self.logprob_token_ids += event.token_ids
             self.text_offsets += event.text_offsets
 
+    def _add_tool_event(self, event: ToolEvent) -> None:
+        match event:
+            case ToolCallStarted():
+                self.tool_calls.append(ToolCall(event.id, event.name))
+            case ToolArguments():
+                self.tool_calls[event.index].arguments += event.text
+            case ToolCallEnded():
+                self.tool_calls[event.index].is_complete = True
+
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasonings)
 
 
 @dataclass(slots=True)

@@ -6,19 +6,33 @@ import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 from fastapi import Request
 
 import whalepod
 from whalepod.server.config import GatewayConfig
-from whalepod.server.gateway.api_errors import ApiError
+from whalepod.server.gateway.api_errors import ApiError, invalid
 from whalepod.server.gateway.encoder import AnswerHeader
-from whalepod.server.gateway.limits import MAX_PENDING_TOKENIZATIONS, NUM_TOKENIZER_THREADS
+from whalepod.server.gateway.families.registry import choose_family
+from whalepod.server.gateway.generation import PromptRun
+from whalepod.server.gateway.limits import (
+    GRAMMAR_TIMEOUT_S,
+    MAX_PENDING_TOKENIZATIONS,
+    NUM_TOKENIZER_THREADS,
+)
 from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
+from whalepod.server.gateway.schema import SamplingFields
+from whalepod.server.gateway.scripted_turns import read_script, steps_for
 from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.structured.checker import GrammarChecker
+from whalepod.server.structured.interface import GrammarError
 from whalepod.server.upstream import Upstream
+
+Body = TypeVar("Body", bound=SamplingFields)
 
 
 class Gateway:
@@ -36,9 +50,16 @@ class Gateway:
         self.tokenizer = tokenizer
         self.metrics = Metrics(lambda: upstream.stats)
         self.offload = Offload(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
-        self.preparation = Preparation(
-            upstream.info, tokenizer, default_params, config.enable_test_hooks
+        family = choose_family(
+            tokenizer.chat_template,
+            reasoning_parser=config.reasoning_parser,
+            tool_call_parser=config.tool_call_parser,
         )
+        self.preparation = Preparation(
+            upstream.info, tokenizer, default_params, config.enable_test_hooks, family
+        )
+        self._grammars: GrammarChecker | None = None
+        self._script = read_script(Path(config.test_script)) if config.test_script else []
         self.model_names: Sequence[str] = config.served_model_name or (upstream.info.model_type,)
         self.created = int(time.time())
         self.system_fingerprint = _fingerprint(upstream)
@@ -52,6 +73,43 @@ class Gateway:
             message = f"the model {name!r} does not exist here; this server has: {known}"
             raise ApiError("model_not_found", message, "model")
         return name
+
+    def scripted(self, body: Body, route: str) -> Body:
+        """Return the request with the steps that the test script has for it, if any."""
+        if not self._script or body.test_steps is not None:
+            return body
+        role, text = body.last_words
+        steps = steps_for(self._script, route, role, text)
+        return body if steps is None else body.model_copy(update={"test_steps": steps})
+
+    async def check_grammars(self, runs: Sequence[PromptRun]) -> None:
+        """Return when the grammars of a request are known to compile; ApiError says why not."""
+        for run in runs:
+            constraint = run.submit.params.constraint
+            if constraint is None:
+                continue
+            if self._grammars is None:
+                self._grammars = self._new_checker()
+            try:
+                await self._grammars.check(constraint)
+            except GrammarError as error:
+                param = run.constraint_param
+                raise invalid(param, f"{param}: the grammar cannot be compiled: {error}") from None
+
+    async def close(self) -> None:
+        """End the threads and processes that help with requests."""
+        self.offload.close()
+        if self._grammars is not None:
+            await self._grammars.close()
+
+    def _new_checker(self) -> GrammarChecker:
+        eos = self.tokenizer.transformers.eos_token_id
+        return GrammarChecker(
+            self.tokenizer.transformers.backend_tokenizer.to_str(),
+            self.upstream.info.vocab_size,
+            [] if eos is None else [eos],
+            timeout_s=GRAMMAR_TIMEOUT_S,
+        )
 
     def header(self, prefix: str, model: str) -> AnswerHeader:
         """Return the identity of a new answer."""

@@ -1,9 +1,9 @@
-"""From engine outputs to events: detokenise, match stop strings, end each choice once."""
+"""From engine outputs to events: detokenise, match stop strings, parse, end each choice once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -17,7 +17,10 @@ from whalepod.server.gateway.events import (
     TextDelta,
     UsageReady,
 )
+from whalepod.server.gateway.families.interface import Parser, ToolCallEnded, ToolCallStarted
+from whalepod.server.gateway.families.plain import PlainParser
 from whalepod.server.gateway.metrics import RequestTimer
+from whalepod.server.gateway.parts import DeltaParts
 from whalepod.server.gateway.stops import StopMatcher
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import SequenceOutput, Submit
@@ -35,6 +38,11 @@ class PromptRun:
     include_stop: bool = False
     skip_special_tokens: bool = True
     echo: bool = False
+    new_parser: Callable[[], Parser] = PlainParser
+    constraint_param: str = ""
+    """The request's field that the constraint of `submit.params` comes from."""
+    markup_ids: frozenset[int] = frozenset()
+    """Tokens that the parser must see even when special tokens are skipped."""
 
 
 class ChoiceDecoder:
@@ -44,11 +52,19 @@ class ChoiceDecoder:
         self._run = run
         self._index = run.first_index + index
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=run.skip_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(
+            skip_special_tokens=run.skip_special_tokens, kept_ids=run.markup_ids
+        )
+        self._parser = run.new_parser()
         self._stops = StopMatcher(run.stops, run.include_stop)
         self._num_chars = 0
         self._started = False
+        self._num_calls = 0
+        self._in_call = False
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.num_accepted_drafts = 0
+        self.num_rejected_drafts = 0
         self.done = False
 
     def push(
@@ -70,6 +86,8 @@ class ChoiceDecoder:
 
     def _finish(self, reason: str, stop_reason: str | int | None) -> Finished:
         self.done = True
+        if reason == "stop" and self._num_calls and not self._in_call:
+            reason = "tool_calls"
         return Finished(index=self._index, reason=reason, stop_reason=stop_reason)
 
     def _stop_token(self, output: SequenceOutput) -> int | None:
@@ -78,31 +96,55 @@ class ChoiceDecoder:
 
     def _decode(self, output: SequenceOutput) -> tuple[TextDelta | None, str | None]:
         """Decode token by token up to a stop string; ids, logprobs and text end together."""
-        texts: list[str] = []
+        parts = DeltaParts()
         offsets: list[int] = []
         stop = None
         for token_id in output.token_ids:
             self.num_tokens += 1
             offsets.append(self._num_chars)
             ends = token_id == output.stop_token_id and len(offsets) == len(output.token_ids)
+            self.num_reasoning_tokens += self._parser.in_reasoning and not ends
             piece = "" if ends and not self._run.include_stop else self._detokenizer.push(token_id)
             text, stop = self._match(piece)
-            texts.append(text)
+            parts.add(self._parser.feed(text))
             if stop is not None:
                 break
+        self._count_drafts(output, len(offsets))
         if stop is None and output.finish_reason is not None:
             text, stop = self._match(self._detokenizer.flush())
-            texts += (text, self._stops.flush())
-        if not offsets and not any(texts):
+            parts.add(self._parser.feed(text + self._stops.flush()))
+        if stop is not None or output.finish_reason is not None:
+            parts.add(self._parser.finish(complete=self._is_complete(output, stop)))
+        self._note_calls(parts)
+        if not offsets and parts.is_empty:
             return None, stop
         delta = TextDelta(
             index=self._index,
-            text="".join(texts),
+            text=parts.text,
+            reasoning=parts.reasoning,
+            tool_events=tuple(parts.tool_events),
             token_ids=output.token_ids[: len(offsets)],
             logprobs=output.logprobs[: len(offsets)],
             text_offsets=tuple(offsets),
         )
         return delta, stop
+
+    def _is_complete(self, output: SequenceOutput, stop: str | None) -> bool:
+        """Say whether the model itself ended the answer."""
+        cut = stop is not None or self._stop_token(output) is not None
+        return output.finish_reason == "stop" and not cut
+
+    def _note_calls(self, parts: DeltaParts) -> None:
+        for event in parts.tool_events:
+            self._num_calls += isinstance(event, ToolCallStarted)
+            self._in_call = not isinstance(event, ToolCallEnded)
+
+    def _count_drafts(self, output: SequenceOutput, num_kept: int) -> None:
+        """Count guesses as the text is cut: behind a stop string none is accepted."""
+        num_accepted = min(output.num_accepted_drafts, num_kept)
+        num_drafts = output.num_accepted_drafts + output.num_rejected_drafts
+        self.num_accepted_drafts += num_accepted
+        self.num_rejected_drafts += num_drafts - num_accepted
 
     def _match(self, piece: str) -> tuple[str, str | None]:
         self._num_chars += len(piece)
@@ -180,7 +222,7 @@ async def _generate_one(
                 timer.tokens(run.first_index + output.index, len(output.token_ids))
                 for event in decoder.push(output, prompt_logprobs):
                     if isinstance(event, Finished):
-                        timer.finished(event.reason)
+                        timer.finished(output.finish_reason or "stop")
                     yield event
                 if num_live and all(decoder.done for decoder in decoders):
                     break  # all have their stop strings: closing aborts what still runs
@@ -193,6 +235,9 @@ async def _generate_one(
         prompt_tokens=len(run.submit.prompt_token_ids),
         completion_tokens=sum(decoder.num_tokens for decoder in decoders),
         cached_tokens=num_cached,
+        reasoning_tokens=sum(decoder.num_reasoning_tokens for decoder in decoders),
+        accepted_prediction_tokens=sum(decoder.num_accepted_drafts for decoder in decoders),
+        rejected_prediction_tokens=sum(decoder.num_rejected_drafts for decoder in decoders),
     )
 
 

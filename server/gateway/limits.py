@@ -8,6 +8,14 @@ MAX_STOP_CHARS = 256
 MAX_NUM_CHOICES = 128
 """Prompts times `n` of one request."""
 MAX_NUM_MESSAGES = 4096
+MAX_NUM_TOOLS = 1024
+MAX_FORCED_CALLS = 16
+"""Parallel calls of an answer that must call something."""
+MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_NUM_CHOICE_TEXTS = 4096
+GRAMMAR_TIMEOUT_S = 10.0
+"""A grammar that takes longer to compile is refused."""
+MAX_FUNCTION_NAME_CHARS = 128
 MAX_NUM_LOGIT_BIASES = 1024
 MAX_NUM_STOP_TOKEN_IDS = 256
 MAX_NUM_TEST_STEPS = 16_384

@@ -42,6 +42,10 @@ class _EngineCollector(Collector):
             "kv_cache_cached_blocks": ("Unused KV blocks kept for reuse.", stats.num_cached_blocks),
             "kv_cache_owned_blocks": ("KV blocks of live requests.", stats.num_owned_blocks),
             "kv_cache_blocks": ("All KV blocks.", stats.num_blocks),
+            "num_speculative_tokens": (
+                "Tokens guessed ahead in the last step.",
+                stats.num_speculative_tokens,
+            ),
         }
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_cache_queries_tokens),
@@ -50,11 +54,25 @@ class _EngineCollector(Collector):
             "generation_tokens": ("Tokens generated.", stats.generation_tokens),
             "num_preemptions": ("Sequences preempted for lack of blocks.", stats.num_preemptions),
             "engine_steps": ("Steps of the engine loop.", stats.num_steps),
+            "spec_decode_num_drafts": ("Runs of guesses verified.", stats.num_drafts),
+            "spec_decode_num_draft_tokens": ("Guesses verified.", stats.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": (
+                "Guesses that were right.",
+                stats.num_accepted_tokens,
+            ),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"whalepod_{name}", text, value=value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"whalepod_{name}", text, value=value)
+        by_position = CounterMetricFamily(
+            "whalepod_spec_decode_num_accepted_tokens_per_pos",
+            "Right guesses by their place in a run.",
+            labels=["position"],
+        )
+        for position, count in enumerate(stats.num_accepted_by_position):
+            by_position.add_metric([str(position)], count)
+        yield by_position
 
 
 class Metrics:

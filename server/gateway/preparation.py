@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from transformers import PreTrainedTokenizerFast
@@ -12,6 +14,17 @@ from transformers import PreTrainedTokenizerFast
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.api_errors import ApiError, invalid
+from whalepod.server.gateway.constraints import Constraints, of_structured_outputs
+from whalepod.server.gateway.families.interface import Family, Parser, ParserOptions, Start
+from whalepod.server.gateway.families.plain import PlainParser
+from whalepod.server.gateway.functions import (
+    ToolChoice,
+    check_history,
+    function_tools,
+    read_choice,
+    read_functions,
+    template_call,
+)
 from whalepod.server.gateway.generation import PromptRun
 from whalepod.server.gateway.limits import MAX_NUM_CHOICES
 from whalepod.server.gateway.schema import (
@@ -26,6 +39,9 @@ from whalepod.server.messages import EngineInfo, Submit
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default of /v1/completions; chat goes on to the end of the context."""
+
+_TAIL_TOKENS: Final = 8
+"""So many at the end of a prompt say where its answer begins."""
 
 _RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
     inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
@@ -46,11 +62,15 @@ class Preparation:
         tokenizer: TextTokenizer,
         default_params: Mapping[str, float],
         enable_test_hooks: bool,
+        family: Family | None = None,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self._default_params = default_params
         self._enable_test_hooks = enable_test_hooks
+        self._family = family
+        self._constraints = Constraints(family, tokenizer)
+        self._markup_ids = tokenizer.ids_of(family.markers if family else ())
         try:
             SamplingParams(**self._defaults())
         except ValueError as error:
@@ -58,7 +78,6 @@ class Preparation:
 
     def chat(self, request: ChatRequest) -> list[PromptRun]:
         """Return the one run of a chat request."""
-        _refuse_what_is_not_built(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
         asked = request.max_completion_tokens
@@ -66,17 +85,44 @@ class Preparation:
         max_tokens = request.max_tokens if asked is None else asked
         if max_tokens is not None and max_tokens < 1:
             raise invalid(name, f"{name} must be at least 1, got {max_tokens}")
-        token_ids = self.chat_tokens(request.messages, request, request.tool_choice)
+        functions = read_functions(request.tools)
+        choice = read_choice(request.tool_choice, functions)
+        token_ids = self.chat_tokens(request.messages, request, choice)
+        start = self._start(token_ids)
+        constraint, constraint_param = self._constraints.of_chat(request, functions, choice, start)
         params = self._params(
             request,
             max_tokens=self._clamp(len(token_ids), max_tokens, "messages"),
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            constraint=constraint,
         )
-        return [self._run(request, token_ids, params)]
+        run = self._run(request, token_ids, params)
+        new_parser: Callable[[], Parser] = PlainParser
+        if self._family is not None:
+            options = ParserOptions(
+                start=start,
+                tools=None if choice.mode == "none" else functions,
+                parallel=request.parallel_tool_calls is not False,
+                new_id=_new_call_id,
+            )
+            new_parser = partial(self._family.new_parser, options)
+        return [
+            replace(
+                run,
+                new_parser=new_parser,
+                markup_ids=self._markup_ids,
+                constraint_param=constraint_param,
+            )
+        ]
+
+    def _start(self, prompt_token_ids: Sequence[int]) -> Start:
+        """Return where the answer to a rendered prompt begins."""
+        if self._family is None:
+            return "content"
+        return self._family.start(self._tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:]))
 
     def completion(self, request: CompletionRequest) -> list[PromptRun]:
         """Return one run for each prompt."""
-        _refuse_what_is_not_built(request)
         if request.suffix:
             raise invalid("suffix", "suffix is not supported")
         num_choices = len(request.prompt) * (request.n or 1)
@@ -94,11 +140,13 @@ class Preparation:
         params = self._params(
             request,
             max_tokens=self._clamp(len(token_ids), max_tokens, "prompt"),
+            constraint=of_structured_outputs(request.structured_outputs),
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
         )
         first_index = position * (request.n or 1)
-        return self._run(request, token_ids, params, first_index, bool(request.echo))
+        run = self._run(request, token_ids, params, first_index, bool(request.echo))
+        return replace(run, constraint_param="structured_outputs")
 
     def prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         """Return the tokens of a raw prompt, checked against vocabulary and context."""
@@ -116,13 +164,16 @@ class Preparation:
         self,
         messages: Sequence[Message],
         fields: TemplateFields,
-        tool_choice: str | dict[str, Any] | None = None,
+        choice: ToolChoice | None = None,
     ) -> list[int]:
         """Return the tokens of a rendered conversation."""
+        check_history(messages)
+        as_objects = self._tokenizer.takes_argument_objects
+        tools = [] if choice and choice.mode == "none" else function_tools(fields.tools)
         self._refuse_hopeless_text([m.content or "" for m in messages], "messages")
         return self._tokenizer.encode_chat(
-            [_template_message(message) for message in messages],
-            tools=None if tool_choice == "none" else _function_tools(fields.tools),
+            [_template_message(message, as_objects=as_objects) for message in messages],
+            tools=tools or None,
             add_generation_prompt=fields.add_generation_prompt is not False,
             template_arguments=_template_arguments(fields),
         )
@@ -201,22 +252,19 @@ class Preparation:
         )
 
 
-def _refuse_what_is_not_built(request: SamplingFields) -> None:
-    """Refuse what would change the answer: ignoring it would be a wrong answer."""
-    if request.structured_outputs is not None:
-        raise invalid("structured_outputs", "structured_outputs is not supported yet")
-    if not isinstance(request, ChatRequest):
-        return
-    if request.response_format is not None and request.response_format.type != "text":
-        kind = request.response_format.type
-        raise invalid("response_format", f"response_format {kind} is not supported yet")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice", "only tool_choice auto and none are supported yet")
+def _new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
-def _template_message(message: Message) -> dict[str, Any]:
+def _template_message(message: Message, *, as_objects: bool) -> dict[str, Any]:
     """Return a message as templates know it: `developer` is a system message."""
-    fields = message.model_dump(exclude_none=True)
+    fields = message.model_dump(exclude_none=True, exclude={"reasoning"})
+    if message.reasoning_content is None and message.reasoning is not None:
+        fields["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            template_call(call, as_objects=as_objects) for call in message.tool_calls
+        ]
     fields["content"] = message.content
     if message.content is None:
         if message.role in ("system", "developer", "user"):
@@ -226,11 +274,6 @@ def _template_message(message: Message) -> dict[str, Any]:
     if message.role == "developer":
         fields["role"] = "system"
     return fields
-
-
-def _function_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Keep the tools that a model can call; agents also send types of their own service."""
-    return [tool for tool in tools or () if tool.get("type") == "function"] or None
 
 
 def _template_arguments(fields: TemplateFields) -> dict[str, Any]:
@@ -243,6 +286,10 @@ def _template_arguments(fields: TemplateFields) -> dict[str, Any]:
         thinking = thinking.get("type") == "enabled"
     if thinking is None:
         thinking = arguments.get("thinking", arguments.get("enable_thinking"))
+    effort = fields.reasoning_effort
+    if effort is not None:
+        arguments.setdefault("reasoning_effort", effort)
+        thinking = effort != "none" if thinking is None else thinking
     if thinking is not None:
         arguments |= {"thinking": bool(thinking), "enable_thinking": bool(thinking)}
     return arguments

@@ -138,6 +138,11 @@ class SamplingFields(Schema):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def last_words(self) -> tuple[str | None, str]:
+        """The role and the text of what is to be answered; no role: a raw prompt."""
+        return None, ""
+
 
 class Message(Schema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -149,6 +154,8 @@ class Message(Schema):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: ShortText | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_NUM_MESSAGES)]
@@ -161,11 +168,15 @@ class TemplateFields(Schema):
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: bool | dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     add_generation_prompt: bool | None = None
 
 
 class ResponseFormat(Schema):
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
 
 
 class ChatRequest(SamplingFields, TemplateFields):
@@ -174,7 +185,12 @@ class ChatRequest(SamplingFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+
+    @property
+    def last_words(self) -> tuple[str | None, str]:
+        return self.messages[-1].role, self.messages[-1].content or ""
 
 
 Prompt = Annotated[
@@ -190,6 +206,10 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
+
+    @property
+    def last_words(self) -> tuple[str | None, str]:
+        return None, "\n".join(prompt for prompt in self.prompt if isinstance(prompt, str))
 
 
 class TokenizeRequest(TemplateFields):

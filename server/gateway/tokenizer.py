@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,6 +53,42 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.transformers.chat_template)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the template; of several, the one that chats get."""
+        template = self.transformers.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return None if template is None else str(template)
+
+    @cached_property
+    def takes_argument_objects(self) -> bool:
+        """Whether the template writes the arguments of earlier calls as JSON by itself.
+
+        Most take the text and would otherwise encode it twice.
+        """
+        try:
+            return '\\"probe\\"' in self._render_call('{"probe": 1}')
+        except Exception:  # a template is code: it can fail in any way
+            try:
+                return "probe" in self._render_call({"probe": 1})
+            except Exception:
+                return False
+
+    def _render_call(self, arguments: object) -> str:
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "c", "type": "function", "function": function}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+        return str(self.transformers.apply_chat_template(messages, tokenize=False))
+
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those texts that are one token each."""
+        vocab = self.transformers.get_vocab()
+        return frozenset(vocab[token] for token in tokens if token in vocab)
+
     def encode(self, text: str, *, adds_bos: bool = True) -> list[int]:
         """Return the tokens of a raw prompt: special tokens are parsed, one BOS comes first."""
         token_ids = self._encode(text)
@@ -97,9 +134,11 @@ class TextTokenizer:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """Return a fresh decoder for one answer."""
-        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """Return a fresh decoder for one answer; `kept_ids` are never skipped."""
+        skipped = self.special_ids - kept_ids if skip_special_tokens else frozenset[int]()
         return IncrementalDetokenizer(self.token_bytes, skipped)
 
     def bytes_of(self, token_id: int) -> bytes:

@@ -118,7 +118,8 @@ def test_a_shared_prefix_is_computed_once(fast_server: str) -> None:
     warm = complete(fast_server, prompt=[*shared, 13, 14], max_tokens=1)
 
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == 2000
+    # inside a block the layer that drafts needs the last shared token's hidden state: one is lost
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == 1999
 
 
 def test_clients_that_leave_leave_nothing_behind(fast_server: str) -> None:

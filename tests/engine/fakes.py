@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -15,14 +15,19 @@ from tests.engine.noise import gumbel
 from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
+from whalepod.mtp.depth import Depth
+from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS, Drafter
 from whalepod.scheduler.config import SchedulerConfig
+from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
+from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import seed_of_branch
+from whalepod.server.engine.speculation import Speculator
 from whalepod.server.messages import EngineInfo, SequenceOutput, StepOutputs
 from whalepod.server.outputs import join_outputs
 
@@ -61,7 +66,7 @@ class FakeModel:
     A wrong slot, table, length or copy gives it another text, or a NaN that it refuses.
     """
 
-    num_cache_layers, cache_row_width = 1, 2
+    num_cache_layers, cache_row_width = 2, 3  # the second layer is FakeMtp's
 
     def __init__(self) -> None:
         self.num_forwards = 0
@@ -75,6 +80,7 @@ class FakeModel:
         rows_SC = cache.layer(0).view(-1, self.cache_row_width)
         rows_SC[batch.slots_T, 0] = batch.token_ids_T.float()
         rows_SC[batch.slots_T, 1] = batch.positions_T.float()
+        rows_SC[batch.slots_T, 2] = 0.0
         starts = batch.query_start_B1.tolist()
         self.batch_shapes.append((len(starts) - 1, starts[-1]))
         hidden = []
@@ -101,6 +107,62 @@ class FakeModel:
         return torch.from_numpy(np.stack(rows))
 
 
+class FakeMtp:
+    """Carries the hash of the text on from token to token, so it guesses right; but every third
+    text makes it guess another's continuation.
+
+    Each row holds (token, position, hash of the text before): a row that was made of a wrong
+    hidden state, or is missing, or is another text's, breaks the chain.
+    """
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+
+    def write_rows(
+        self,
+        token_ids_T: Tensor,
+        previous_hidden_TH: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        cache: LatentCache,
+    ) -> None:
+        assert (positions_T > 0).all(), "slot 0 has no hidden state before it"
+        rows_SC = cache.layer(1).view(-1, FakeModel.cache_row_width)
+        rows_SC[slots_T, 0] = token_ids_T.float()
+        rows_SC[slots_T, 1] = positions_T.float()
+        rows_SC[slots_T, 2] = previous_hidden_TH[:, 0]
+
+    def forward(
+        self, previous_hidden_TH: Tensor, batch: ForwardBatch, cache: LatentCache
+    ) -> Tensor:
+        self.num_passes += 1
+        inputs = (batch.token_ids_T, previous_hidden_TH, batch.positions_T, batch.slots_T)
+        self.write_rows(*inputs, cache)
+        return torch.tensor(
+            [self._follow(batch, cache, b) for b in range(len(batch.context_lens_B))],
+            dtype=torch.float32,
+        )[:, None]
+
+    def _follow(self, batch: ForwardBatch, cache: LatentCache, b: int) -> int:
+        """Check the chain of hashes up to a request's last token and return the next link."""
+        length = int(batch.context_lens_B[b])
+        blocks = batch.block_tables_BM[b, : math.ceil(length / BLOCK_TOKENS)].long()
+        first_token = int(cache.layer(0)[blocks[0], 0, 0])
+        rows = cache.layer(1)[blocks].reshape(-1, FakeModel.cache_row_width)[:length]
+        value = text_hash([first_token])
+        for position, (token_id, place, before) in enumerate(rows[1:].tolist(), start=1):
+            assert (place, before) == (position, value), (
+                f"slot {position} of {length} holds ({place}, {before}), expected hash {value}"
+            )
+            value = (value * 31 + int(token_id) + 1) % 1_000_003
+        return value
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        values = [int(value) for value in hidden_BH[:, 0].tolist()]
+        rows = [logits_of_hash(value + (value % 3 == 0)) for value in values]
+        return torch.from_numpy(np.stack(rows))
+
+
 def poisoned_cache(num_blocks: int) -> LatentCache:
     cache = LatentCache(
         num_layers=FakeModel.num_cache_layers,
@@ -124,34 +186,55 @@ def make_core(
     max_model_len: int = 512,
     model: FakeModel | None = None,
     hooks: bool = False,
+    grammars: GrammarStore | None = None,
+    mtp: FakeMtp | None = None,
+    has_mtp: bool = True,
+    with_lookup: bool = False,
+    depth: Depth | None = None,
+    by_rejection: bool = False,
+    journal: BinaryIO | None = None,
     **scheduler_options: Any,
 ) -> EngineCore:
-    """Build an engine around the fake model; unwritten cache rows are NaN."""
+    """Build an engine around the fake model; unwritten cache rows are NaN.
+
+    With `depth` it drafts with `mtp` (None: a draft model of its own) if it `has_mtp`.
+    """
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         **scheduler_options,
     )
-    runner = Runner(
-        model or FakeModel(),
-        poisoned_cache(num_blocks),
-        Sampler(NoiseKernels()),  # type: ignore[arg-type]
-        BatchBuilder(
-            max_tokens=max_num_batched_tokens, max_rows=max_num_seqs, max_model_len=max_model_len
-        ),
+    cache = poisoned_cache(num_blocks)
+    sampler = Sampler(NoiseKernels(), by_rejection=by_rejection)  # type: ignore[arg-type]
+    batches = BatchBuilder(
+        max_tokens=max_num_batched_tokens, max_rows=max_num_seqs, max_model_len=max_model_len
     )
+    speculator = None
+    if depth is not None:
+        drafter = Drafter(mtp or FakeMtp(), cache, batches, hidden_size=1) if has_mtp else None
+        speculator = Speculator(drafter, sampler, with_lookup=with_lookup)
+    runner = Runner(model or FakeModel(), cache, sampler, batches, speculator)
     info = EngineInfo(
         model_type="fake", dtype="fp32", kernels="noise", max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_tokens=BLOCK_TOKENS,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         weights_bytes=0, kv_bytes_per_token=8, load_seconds=0.0,
     )  # fmt: skip
+    settings: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "eos_token_ids": frozenset({EOS}),
+        "num_lookback_tokens": NUM_LOOKBACK_TOKENS if depth is not None and has_mtp else 0,
+    }
     return EngineCore(
-        Scheduler(config, num_blocks=num_blocks, eos_token_ids=frozenset({EOS})),
+        Scheduler(config, **settings)
+        if journal is None
+        else RecordedScheduler(config, file=journal, **settings),
         runner,
         info,
+        depth=depth,
         hooks=TestHooks(encode=encode_letters, eos_token_id=EOS) if hooks else None,
+        grammars=grammars,
     )
 
 

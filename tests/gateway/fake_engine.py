@@ -33,6 +33,8 @@ class FakeEngine:
     running: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
     num_cached_tokens: int = 0
+    num_rejected_drafts: int | None = None
+    """When set, all tokens of a step but the last were guessed, and so many more were wrong."""
     answers_pings: bool = True
     step_delay_s: float = 0.0
 
@@ -108,6 +110,12 @@ class FakeEngine:
                 reason, stop_token = "stop", ids[-1]
             elif left == 0:
                 reason = "length"
+            if self.num_rejected_drafts is not None:
+                base = replace(
+                    base,
+                    num_accepted_drafts=len(ids) - 1,
+                    num_rejected_drafts=self.num_rejected_drafts,
+                )
             outputs.append(
                 replace(
                     base,

@@ -96,7 +96,7 @@ def chat_error(client: TestClient, status: int = 400, **fields: Any) -> dict[str
         ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
         ({"structured_outputs": {"regex": "foo**"}}, "structured_outputs"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"test_steps": [1]}, "test_steps[0]"),
     ],

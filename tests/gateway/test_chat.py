@@ -196,6 +196,31 @@ def test_b073_cached_tokens_are_those_of_the_first_sequence(
     assert chat(client, n=4)["usage"]["prompt_tokens_details"] == {"cached_tokens": 64}
 
 
+def test_usage_counts_guesses_of_all_answers(client: TestClient, engine: FakeEngine) -> None:
+    engine.num_rejected_drafts = 2
+    usage = chat(client, n=2, test_steps=["abcdef", "gh", "i"])["usage"]
+
+    details = usage["completion_tokens_details"]
+    num_steps = 4  # the last is the end token
+    assert details["accepted_prediction_tokens"] == usage["completion_tokens"] - 2 * num_steps
+    assert details["rejected_prediction_tokens"] == 2 * num_steps * 2
+
+
+def test_guesses_behind_a_stop_string_are_not_accepted(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    engine.num_rejected_drafts = 1
+    usage = chat(client, test_steps=["abcdef", "gh"], stop="c")["usage"]
+
+    num_tokens = usage["completion_tokens"]
+    details = usage["completion_tokens_details"]
+    num_guessed = len(engine.tokenizer.encode("abcdef", adds_bos=False)) - 1
+    assert details["accepted_prediction_tokens"] <= num_tokens <= num_guessed
+    assert sum(details[f"{word}_prediction_tokens"] for word in ("accepted", "rejected")) == (
+        num_guessed + 1
+    )
+
+
 def test_b075_choices_of_a_stream_have_their_own_index(client: TestClient) -> None:
     events = stream_chat(client, n=3)
     whole = chat(client, n=3)["choices"]

@@ -47,7 +47,7 @@ def test_each_key_opens(guarded: TestClient, key: str) -> None:
 def test_health_ready_version_and_docs_need_no_key(guarded: TestClient) -> None:
     for path in ("/health", "/ready", "/version", "/docs", "/openapi.json"):
         assert guarded.get(path).status_code == 200
-    for path in ("/metrics", "/v1/models", "/nothing", "//health", "/health/x"):
+    for path in ("/metrics", "/v1/models", "/nothing", "/health//", "/health/x"):
         assert guarded.get(path).status_code == 401
 
 
@@ -186,6 +186,26 @@ def test_b117_each_request_has_one_first_token_and_one_end(client: TestClient) -
     text = client.get("/metrics").text
     assert 'whalepod_request_success_total{finished_reason="stop"} 3.0' in text
     assert 'whalepod_request_success_total{finished_reason="length"} 3.0' in text
+
+
+def test_b086_metrics_count_guesses_by_position_under_vllms_names(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    engine.stats = Stats(
+        num_drafts=10, num_draft_tokens=30, num_accepted_tokens=14,
+        num_accepted_by_position=(9, 4, 1), num_speculative_tokens=3,
+    )  # fmt: skip
+    text = client.get("/metrics").text
+
+    for line in (
+        "spec_decode_num_drafts_total 10.0",
+        "spec_decode_num_draft_tokens_total 30.0",
+        "spec_decode_num_accepted_tokens_total 14.0",
+        'spec_decode_num_accepted_tokens_per_pos_total{position="0"} 9.0',
+        'spec_decode_num_accepted_tokens_per_pos_total{position="2"} 1.0',
+        "num_speculative_tokens 3.0",
+    ):
+        assert f"whalepod_{line}\n" in text
 
 
 def test_error_answers_are_counted_by_code(client: TestClient) -> None:

@@ -67,3 +67,27 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     return dict(error)
+
+
+def calls_of(events: list[Any], index: int = 0) -> list[tuple[str, str]]:
+    """Return the names and arguments that a client assembles from the deltas of one choice."""
+    calls: dict[int, list[str]] = {}
+    for choice in choices_of(events):
+        for delta in choice["delta"].get("tool_calls", []) if choice["index"] == index else []:
+            function = delta["function"]
+            if delta["index"] not in calls:  # the first delta of a call names it, for good
+                assert delta["type"] == "function"
+                assert delta["id"].startswith("call_")
+                calls[delta["index"]] = [function["name"], ""]
+            else:
+                assert set(delta) == {"index", "function"}
+                assert set(function) == {"arguments"}
+            calls[delta["index"]][1] += function["arguments"]
+    assert sorted(calls) == list(range(len(calls)))
+    return [(name, arguments) for name, arguments in calls.values()]
+
+
+def reasoning_of(events: list[Any], index: int = 0) -> str:
+    deltas = [c["delta"] for c in choices_of(events) if c["index"] == index]
+    assert all(d.get("reasoning") == d.get("reasoning_content") for d in deltas)
+    return "".join(delta.get("reasoning") or "" for delta in deltas)

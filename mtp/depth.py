@@ -1,0 +1,141 @@
+"""How many tokens to guess ahead: chosen for every step from what was measured before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from whalepod.mtp.stats import AcceptanceAverage, StepRecord, TimeAverages
+
+SETTLED_STEPS = 8
+"""Steps that a depth is kept at least, unless the batch changes its size."""
+GAIN_NUMERATOR, GAIN_DENOMINATOR = 17, 16
+"""Another depth must promise so much more (1 / 16) to be taken."""
+PROBE_TRIALS = 8
+"""Drafts that are tried now and then where drafts do not pay."""
+FIRST_PROBE_STEPS, LAST_PROBE_STEPS = 64, 1024
+"""Steps between two trials, doubled after each that does not pay."""
+
+
+class Depth(Protocol):
+    """Chooses the number of drafts of a step. Decides by the records alone."""
+
+    def choose(self) -> int:
+        """Return how many drafts each row of the next step is asked for."""
+        ...
+
+    def observe(self, record: StepRecord) -> None:
+        """Take the record of a finished step."""
+        ...
+
+
+class FixedDepth:
+    """Always the same depth."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+
+    def choose(self) -> int:
+        return self._depth
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn nothing."""
+
+
+def best_depth(
+    acceptance: AcceptanceAverage,
+    verify_times: TimeAverages,
+    pass_times: TimeAverages,
+    *,
+    num_rows: int,
+    current: int,
+    max_depth: int,
+) -> int:
+    """Return the depth that yields most tokens in the same time; `current` where it is close.
+
+    A step of depth k computes (1 + k) tokens for each row and runs k passes of the draft model.
+    """
+
+    def time_us(depth: int) -> int | None:
+        verify_us = verify_times.estimate(num_rows * (1 + depth))
+        if verify_us is None:
+            return None
+        pass_us = pass_times.estimate(num_rows)
+        return verify_us + depth * (verify_us // 8 if pass_us is None else pass_us)
+
+    current_us = time_us(current)
+    if current_us is None:
+        return current
+    best, best_tokens, best_us = current, acceptance.expected_tokens(current), current_us
+    # the current depth has a lead that the others must make up for
+    best_tokens = best_tokens * GAIN_NUMERATOR // GAIN_DENOMINATOR
+    for depth in range(min(current + 1, max_depth) + 1):  # upwards step by step
+        tokens, needed_us = acceptance.expected_tokens(depth), time_us(depth)
+        if needed_us is not None and tokens * best_us > best_tokens * needed_us:
+            best, best_tokens, best_us = depth, tokens, needed_us
+    return best
+
+
+class AdaptiveDepth:
+    """Follows acceptance and step times, and now and then tries drafts where they do not pay."""
+
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._acceptance = AcceptanceAverage(max_depth)
+        self._verify_times = TimeAverages()
+        self._pass_times = TimeAverages()
+        self._depth = min(1, max_depth)
+        self._num_rows = 0
+        self._num_settled = 0
+        self._num_idle = 0
+        self._probe_after = FIRST_PROBE_STEPS
+        self._num_probes = 0
+
+    @property
+    def shares(self) -> Sequence[int]:
+        """Acceptance by position, times 65,536."""
+        return self._acceptance.shares
+
+    def choose(self) -> int:
+        return max(self._depth, min(self._num_probes, 1))
+
+    def observe(self, record: StepRecord) -> None:
+        if not record.num_rows:
+            return
+        self._acceptance.observe(record.num_judged, record.num_accepted)
+        if record.is_decode:
+            self._verify_times.observe(
+                record.num_tokens, record.step_time_us - record.draft_time_us
+            )
+            if record.num_passes:
+                self._pass_times.observe(record.num_rows, record.draft_time_us // record.num_passes)
+        self._num_settled += 1
+        if self._num_settled >= SETTLED_STEPS or record.num_rows != self._num_rows:
+            self._settle(record.num_rows)
+        self._count_probes(record.num_rows)
+
+    def _settle(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        depth = best_depth(
+            self._acceptance,
+            self._verify_times,
+            self._pass_times,
+            num_rows=num_rows,
+            current=self._depth,
+            max_depth=self._max_depth,
+        )
+        if depth != self._depth:
+            self._depth, self._num_settled = depth, 0
+
+    def _count_probes(self, num_rows: int) -> None:
+        if self._depth:
+            self._num_idle, self._num_probes = 0, 0
+            self._probe_after = FIRST_PROBE_STEPS
+        elif self._num_probes:
+            self._num_probes -= 1
+        else:
+            self._num_idle += 1
+            if self._num_idle >= self._probe_after:
+                self._num_idle = 0
+                self._num_probes = -(-PROBE_TRIALS // num_rows)
+                self._probe_after = min(2 * self._probe_after, LAST_PROBE_STEPS)

@@ -1,0 +1,104 @@
+"""Keeps texts to their grammars: which tokens may come at a position, drafts included."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whalepod.scheduler.params import Constraint
+from whalepod.server.structured.interface import Compiler, GrammarError, Matcher
+
+MAX_CACHED_GRAMMARS = 256
+
+logger = logging.getLogger(__name__)
+
+
+class GrammarState:
+    """Where the text of one sequence is in its grammar; its owner is the sampling state."""
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        constraint: Constraint,
+        *,
+        num_prompt_tokens: int,
+        vocab_size: int,
+        stop_token_ids: Collection[int],
+    ) -> None:
+        """`stop_token_ids` end a text; until the grammar has begun it must not end."""
+        self._matcher = matcher
+        self._starts_after = constraint.starts_after
+        self._has_begun = constraint.starts_after is None
+        self._num_seen = num_prompt_tokens
+        self._follows = True
+        self._stops_V = np.zeros(vocab_size, np.bool_)
+        self._stops_V[list(stop_token_ids)] = True
+        self._before_V = ~self._stops_V
+        self._before_V[list(constraint.banned_before)] = False
+
+    def observe(self, start: int, token_ids: Sequence[int]) -> None:
+        """Take the tokens of a row that starts at position `start`, each position once."""
+        for token_id in token_ids[max(self._num_seen - start, 0) :]:
+            if not self._has_begun:
+                self._has_begun = token_id == self._starts_after
+            elif not self._stops_V[token_id] and not self._matcher.consume(token_id):
+                self._follows = False  # a test script wrote it: the sampler cannot
+        self._num_seen = max(self._num_seen, start + len(token_ids))
+
+    def allowed(self, before: Sequence[int] = ()) -> NDArray[np.bool_] | None:
+        """Return which tokens may follow `before`, which follows what was observed: `[V]`.
+
+        None: any. Behind a draft that the grammar forbids nobody looks at the choice.
+        """
+        begun, num_consumed = self._has_begun, 0
+        try:
+            for token_id in before:
+                if not begun:
+                    begun = token_id == self._starts_after
+                elif self._stops_V[token_id] or not self._matcher.consume(token_id):
+                    return None
+                else:
+                    num_consumed += 1
+            if not self._follows:
+                return None
+            return self._allowed_next() if begun else self._before_V
+        finally:
+            self._matcher.rollback(num_consumed)
+
+    def _allowed_next(self) -> NDArray[np.bool_]:
+        try:
+            return self._matcher.allowed()
+        except GrammarError as error:
+            logger.error("a grammar became too complex; its text ends here: %s", error)
+            return self._stops_V
+
+
+class GrammarStore:
+    """Compiles grammars on a thread and keeps the newest ones."""
+
+    def __init__(self, load_compiler: Callable[[], Compiler]) -> None:
+        """`load_compiler` runs on the thread, at once: reading a vocabulary takes a while."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="whalepod-grammar")
+        self._compiler = self._thread.submit(load_compiler)
+        self._matchers: OrderedDict[tuple[str, str], Future[Matcher]] = OrderedDict()
+
+    def matcher(self, constraint: Constraint) -> Future[Matcher]:
+        """Return the grammar's matcher, to be copied, or a GrammarError, when it is ready."""
+        key = (constraint.kind, constraint.grammar)
+        if key not in self._matchers:
+            self._matchers[key] = self._thread.submit(
+                lambda: self._compiler.result().compile(constraint)
+            )
+        self._matchers.move_to_end(key)
+        while len(self._matchers) > MAX_CACHED_GRAMMARS:
+            self._matchers.popitem(last=False)
+        return self._matchers[key]
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,172 @@
+"""Turns what requests ask of the form of an answer into a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import orjson
+
+from whalepod.scheduler.params import Constraint
+from whalepod.server.gateway.api_errors import invalid
+from whalepod.server.gateway.families.interface import CallOptions, Family, Start
+from whalepod.server.gateway.functions import Functions, ToolChoice
+from whalepod.server.gateway.limits import MAX_FORCED_CALLS, MAX_GRAMMAR_CHARS, MAX_NUM_CHOICE_TEXTS
+from whalepod.server.gateway.schema import ChatRequest, ResponseFormat
+from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.structured.json_term import json_term
+
+ANY_OBJECT: Final = {"type": "object"}
+
+
+def of_response_format(response_format: ResponseFormat | None) -> Constraint | None:
+    """Return the grammar of `response_format`; None when it asks for text."""
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return _of_schema(ANY_OBJECT, "response_format")
+    path = "response_format.json_schema"
+    if response_format.json_schema is None:
+        raise invalid(path, f"{path} is missing")
+    return _of_schema(response_format.json_schema.get("schema"), f"{path}.schema")
+
+
+def of_structured_outputs(fields: Mapping[str, Any] | None) -> Constraint | None:
+    """Return the grammar of vLLM's `structured_outputs`: one of its keys may be given."""
+    param = "structured_outputs"
+    given = {name: value for name, value in (fields or {}).items() if value not in (None, False)}
+    if fields is None:
+        return None
+    if len(given) != 1:
+        kinds = "json, json_object, regex, choice and grammar"
+        raise invalid(param, f"structured_outputs needs exactly one of {kinds}")
+    ((name, value),) = given.items()
+    path = f"{param}.{name}"
+    match name, value:
+        case "json", str():
+            return _of_schema(_parse(value, path), path)
+        case "json", _:
+            return _of_schema(value, path)
+        case "json_object", True:
+            return _of_schema(ANY_OBJECT, path)
+        case "regex", str():
+            return _bounded(Constraint(kind="regex", grammar=value), path)
+        case "grammar", str():
+            kind: Any = "gbnf" if "::=" in value else "lark"
+            return _bounded(Constraint(kind=kind, grammar=value), path)
+        case "choice", [str(), *_]:
+            return _of_choices(value, path)
+    raise invalid(path, f"{path} is not supported, or not in this form")
+
+
+class Constraints:
+    """Builds the grammars of chats, which may call functions and reason first."""
+
+    def __init__(self, family: Family | None, tokenizer: TextTokenizer) -> None:
+        self._family = family
+        self._tokenizer = tokenizer
+
+    def of_chat(
+        self, request: ChatRequest, functions: Functions, choice: ToolChoice, start: Start
+    ) -> tuple[Constraint | None, str]:
+        """Return the grammar of a chat's answer, if it needs one, and the field that asks for it.
+
+        Raises ApiError for wishes that exclude each other, or that the model's format cannot have.
+        """
+        asked = of_structured_outputs(request.structured_outputs)
+        formatted = of_response_format(request.response_format)
+        parallel = request.parallel_tool_calls is not False
+        param = "response_format" if asked is None else "structured_outputs"
+        if asked is not None and formatted is not None:
+            raise invalid(param, "structured_outputs and response_format exclude each other")
+        if choice.is_forced:
+            if asked is not None:
+                raise invalid(
+                    param, f"structured_outputs and tool_choice {choice.mode} exclude each other"
+                )
+            calls = self._calls(functions, choice, parallel=parallel)
+            asked, param = Constraint(kind="lark", grammar=f"start: calls\n{calls}"), "tools"
+        elif formatted is not None:
+            asked = formatted
+            if choice.mode == "auto" and self._family is not None:
+                calls = self._calls(functions, choice, parallel=parallel)
+                asked = _or_calls(formatted, calls)
+        if asked is None:
+            return None, param
+        return self._after_reasoning(_bounded(asked, param), choice, start), param
+
+    def _calls(self, functions: Functions, choice: ToolChoice, *, parallel: bool) -> str:
+        if self._family is None:
+            raise invalid(
+                "tool_choice",
+                f"tool_choice {choice.mode} needs a chat template whose tool calls are known; "
+                "this model's is not: start the server with --tool-call-parser",
+            )
+        is_named = choice.name is not None
+        options = CallOptions(
+            tools={name: functions[name] for name in functions if choice.name in (None, name)},
+            max_calls=MAX_FORCED_CALLS if parallel and not is_named else 1,
+            marker=self._marker_term,
+        )
+        return self._family.call_grammar(options)
+
+    def _marker_term(self, marker: str) -> str:
+        """Return the Lark term of a marker: the token that it is, or else its text."""
+        ids = self._tokenizer.ids_of([marker])
+        return f"<[{min(ids)}]>" if ids else orjson.dumps(marker).decode()
+
+    def _after_reasoning(
+        self, constraint: Constraint, choice: ToolChoice, start: Start
+    ) -> Constraint:
+        """Let the model think before the grammar begins, but not act."""
+        family = self._family
+        if family is None or family.reasoning_end is None or start != "reasoning":
+            return constraint
+        end = self._tokenizer.ids_of([family.reasoning_end])
+        if not end:
+            message = f"{family.reasoning_end} is no token of this model: turn thinking off"
+            raise invalid("thinking", message)
+        banned = self._tokenizer.ids_of(family.markers) - end if choice.is_forced else ()
+        return replace(constraint, starts_after=min(end), banned_before=tuple(sorted(banned)))
+
+
+def _or_calls(constraint: Constraint, calls: str) -> Constraint:
+    """Return the grammar of an answer that fulfils a JSON schema, or calls functions instead."""
+    term = json_term(orjson.loads(constraint.grammar))
+    return Constraint(kind="lark", grammar=f"start: answer | calls\nanswer: {term}\n{calls}")
+
+
+def _of_schema(schema: object, path: str) -> Constraint:
+    if not isinstance(schema, dict):
+        raise invalid(path, f"{path} must be a JSON schema (an object)")
+    schema = {key: value for key, value in schema.items() if key != "x-guidance"}
+    try:
+        text = orjson.dumps(schema, option=orjson.OPT_SORT_KEYS).decode()
+    except TypeError as error:
+        raise invalid(path, f"{path}: {error}") from error
+    return _bounded(Constraint(kind="json_schema", grammar=text), path)
+
+
+def _of_choices(choices: list[Any], path: str) -> Constraint:
+    if len(choices) > MAX_NUM_CHOICE_TEXTS or not all(isinstance(c, str) and c for c in choices):
+        allowed = f"1 to {MAX_NUM_CHOICE_TEXTS} texts that are not empty"
+        raise invalid(path, f"{path} must be a list of {allowed}")
+    texts = " | ".join(orjson.dumps(choice).decode() for choice in choices)
+    return _bounded(Constraint(kind="lark", grammar=f"start: {texts}"), path)
+
+
+def _bounded(constraint: Constraint, path: str) -> Constraint:
+    num_chars = len(constraint.grammar)
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise invalid(
+            path, f"{path} has {num_chars} characters, at most {MAX_GRAMMAR_CHARS} allowed"
+        )
+    return constraint
+
+
+def _parse(text: str, path: str) -> object:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise invalid(path, f"{path} is not valid JSON: {error}") from None

@@ -1,0 +1,1 @@
+"""One file for each model family: how its text divides into reasoning, content and tool calls."""

@@ -1,0 +1,54 @@
+"""Picks the family of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from whalepod.server.errors import StartupError
+from whalepod.server.gateway.families.deepseek_r1 import DEEPSEEK_R1
+from whalepod.server.gateway.families.deepseek_v3 import DEEPSEEK_V3
+from whalepod.server.gateway.families.deepseek_v31 import DEEPSEEK_V31
+from whalepod.server.gateway.families.interface import Family
+
+FAMILIES: Final = (DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31)
+
+AUTO: Final = "auto"
+
+
+def choose_family(
+    template: str | None, *, reasoning_parser: str = AUTO, tool_call_parser: str = AUTO
+) -> Family | None:
+    """Return the family of a chat template, or the one that both names select.
+
+    None: no family writes such a template and no name was given, so answers are plain text. Raises
+    StartupError for an unknown name, and for one that the template contradicts.
+    """
+    recognised = [family for family in FAMILIES if template and family.recognises(template)]
+    is_named = reasoning_parser != AUTO or tool_call_parser != AUTO
+    if not recognised and not is_named:
+        return None
+    candidates = recognised or list(FAMILIES)
+    for flag, name in (("reasoning", reasoning_parser), ("tool-call", tool_call_parser)):
+        fitting = [family for family in candidates if name in _accepted_names(family, flag)]
+        if not fitting:
+            raise StartupError(_explain(flag, name, candidates[0], bool(recognised)))
+        candidates = fitting
+    return candidates[0]
+
+
+def _accepted_names(family: Family, flag: str) -> frozenset[str]:
+    is_reasoning = flag == "reasoning"
+    names = family.reasoning_parser_names if is_reasoning else family.tool_call_parser_names
+    return names | {AUTO}
+
+
+def _explain(flag: str, name: str, family: Family, recognised: bool) -> str:
+    known = sorted(frozenset[str]().union(*(_accepted_names(f, flag) for f in FAMILIES)))
+    if name not in known:
+        return f"--{flag}-parser must be one of {', '.join(known)}; got {name!r}"
+    if not recognised:
+        return f"--{flag}-parser {name} does not go with the other parser flag: give only one"
+    return (
+        f"--{flag}-parser {name} does not fit this checkpoint, whose chat template is "
+        f"{family.name}'s: leave the flag out, or replace the template with --chat-template"
+    )

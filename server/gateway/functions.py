@@ -1,0 +1,147 @@
+"""What a chat request says about functions: their definitions, the choice, and earlier calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from whalepod.server.gateway.api_errors import invalid
+from whalepod.server.gateway.limits import MAX_FUNCTION_NAME_CHARS, MAX_NUM_TOOLS
+from whalepod.server.gateway.schema import Message
+
+Functions = dict[str, Mapping[str, Any] | None]
+"""Parameter schemas by function name; None: the definition has none."""
+
+_NAME: Final = re.compile(r"[^\s<>{}\"'`]+")
+"""Anything that no markup needs."""
+
+
+def function_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Keep the tools that a model can call; agents also send types of their own service."""
+    return [tool for tool in tools or () if tool.get("type") == "function"]
+
+
+def read_functions(tools: Sequence[dict[str, Any]] | None) -> Functions:
+    """Return the functions of a request; ApiError names the definition that is wrong."""
+    if len(tools or ()) > MAX_NUM_TOOLS:
+        raise invalid("tools", f"at most {MAX_NUM_TOOLS} tools are allowed, got {len(tools or ())}")
+    functions: Functions = {}
+    for i, tool in enumerate(tools or ()):
+        if not isinstance(tool.get("type"), str):
+            raise invalid(f"tools[{i}].type", f"tools[{i}].type must be a string")
+        if tool["type"] != "function":
+            continue
+        path = f"tools[{i}].function"
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            raise invalid(path, f"{path} must be an object")
+        name = _read_name(function.get("name"), path)
+        if name in functions:
+            raise invalid(f"{path}.name", f"{path}.name: {name!r} is defined twice")
+        functions[name] = _read_parameters(function.get("parameters"), path)
+    return functions
+
+
+def _read_name(name: object, path: str) -> str:
+    path = f"{path}.name"
+    if not isinstance(name, str):
+        raise invalid(path, f"{path} must be a string")
+    if not _NAME.fullmatch(name) or len(name) > MAX_FUNCTION_NAME_CHARS:
+        allowed = f"1 to {MAX_FUNCTION_NAME_CHARS} characters without spaces, quotes and brackets"
+        raise invalid(path, f"{path} must have {allowed}, got {name[:80]!r}")
+    return name
+
+
+def _read_parameters(parameters: object, path: str) -> Mapping[str, Any] | None:
+    if parameters is not None and not isinstance(parameters, dict):
+        raise invalid(f"{path}.parameters", f"{path}.parameters must be a JSON schema (an object)")
+    return parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """Whether the answer may, must or must not call a function, and which."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    name: str | None = None
+    """The function of mode "named"."""
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode in ("required", "named")
+
+
+def read_choice(choice: str | Mapping[str, Any] | None, functions: Functions) -> ToolChoice:
+    """Return what a request chooses; ApiError for what its tools cannot fulfil."""
+    param = "tool_choice"
+    match choice:
+        case None | "none" | "auto":
+            return ToolChoice(mode="none" if choice == "none" or not functions else "auto")
+        case "required":
+            if not functions:
+                raise invalid(param, "tool_choice required needs tools of type function")
+            return ToolChoice(mode="required")
+        case {"type": "function", "function": {"name": str(name)}}:
+            if name not in functions:
+                known = ", ".join(functions) or "none"
+                message = f"tool_choice names {name[:80]!r}, which is none of the tools: {known}"
+                raise invalid(param, message)
+            return ToolChoice(mode="named", name=name)
+    named = '{"type": "function", "function": {"name": ...}}'
+    raise invalid(param, f"tool_choice must be auto, none, required or {named}")
+
+
+def check_history(messages: Sequence[Message]) -> None:
+    """Raise ApiError for a malformed call, and for a tool's result that no call asked for."""
+    known_ids: set[str] = set()
+    for i, message in enumerate(messages):
+        calls = message.tool_calls if message.role == "assistant" else None
+        for k, call in enumerate(calls or ()):
+            known_ids.add(_check_call(call, f"messages[{i}].tool_calls[{k}]"))
+        if message.role == "tool":
+            path = f"messages[{i}].tool_call_id"
+            if message.tool_call_id is None:
+                raise invalid(path, f"{path} is missing: it names the call that was answered")
+            if message.tool_call_id not in known_ids:
+                got = repr(message.tool_call_id[:80])
+                raise invalid(path, f"{path}: no earlier message has a tool call with the id {got}")
+
+
+def _check_call(call: Mapping[str, Any], path: str) -> str:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{path}.function", f"{path}.function must be an object")
+    if not isinstance(function.get("name"), str):
+        raise invalid(f"{path}.function.name", f"{path}.function.name must be a string")
+    if not isinstance(function.get("arguments"), str | dict | None):
+        where = f"{path}.function.arguments"
+        raise invalid(where, f"{where} must be a string or an object")
+    call_id = call.get("id")
+    if not isinstance(call_id, str):
+        raise invalid(f"{path}.id", f"{path}.id must be a string")
+    return call_id
+
+
+def template_call(call: Mapping[str, Any], *, as_objects: bool) -> dict[str, Any]:
+    """Return a checked call as a template wants it: arguments as JSON text, or as an object.
+
+    Text stays as it is, so that the model's own words are found in the prefix cache.
+    """
+    function = call["function"]
+    arguments = function.get("arguments") or "{}"
+    if as_objects and isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    elif not as_objects and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    parts = {"name": function["name"], "arguments": arguments}
+    return {"id": call["id"], "type": "function", "function": parts}
+
+
+def _parsed(arguments: str) -> object:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments  # a model wrote this; its conversation must be able to go on

@@ -1,0 +1,118 @@
+"""Checks grammars at the door, in a process that is killed when it takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from whalepod.scheduler.params import Constraint
+from whalepod.server.structured.interface import GrammarError
+
+MAX_REMEMBERED = 1024
+MAX_LINE_BYTES = 64 * 1024 * 1024
+
+
+class GrammarChecker:
+    """Owns the worker process: started for the first grammar, replaced when it dies."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        timeout_s: float,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        self._vocabulary = {
+            "tokenizer_json": tokenizer_json,
+            "vocab_size": vocab_size,
+            "eos_token_ids": list(eos_token_ids),
+        }
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
+
+    async def check(self, constraint: Constraint) -> None:
+        """Return if the grammar can be compiled; GrammarError says why not."""
+        key = (constraint.kind, constraint.grammar)
+        if key not in self._verdicts:
+            async with self._lock:
+                if key not in self._verdicts:
+                    self._verdicts[key] = await self._ask(constraint)
+        self._verdicts.move_to_end(key)
+        while len(self._verdicts) > MAX_REMEMBERED:
+            self._verdicts.popitem(last=False)
+        verdict = self._verdicts[key]
+        if verdict is not None:
+            raise GrammarError(verdict)
+
+    async def close(self) -> None:
+        """End the worker."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def _ask(self, constraint: Constraint) -> str | None:
+        process = await self._worker()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await _exchange(process, asdict(constraint))
+        except TimeoutError:
+            await self.close()
+            return f"it takes more than {self._timeout_s:g} s to compile"
+        except (EOFError, ConnectionError):
+            await self.close()
+            return "it takes too much memory to compile"
+        except asyncio.CancelledError:  # the client left: the worker's answer is nobody's
+            await self.close()
+            raise
+        error = answer["error"]
+        return None if error is None else str(error)
+
+    async def _worker(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-P", "-m", "whalepod.server.structured.worker"),
+                env=_environment(),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+            )
+            try:
+                async with asyncio.timeout(self._start_timeout_s):
+                    await _exchange(self._process, self._vocabulary)
+            except BaseException:
+                await self.close()
+                raise
+        return self._process
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the worker: it finds the modules that this process finds."""
+    paths = (str(Path(entry).absolute()) for entry in sys.path)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+async def _exchange(process: asyncio.subprocess.Process, message: dict[str, Any]) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(orjson.dumps(message) + b"\n")
+    await process.stdin.drain()
+    line = await process.stdout.readline()
+    if not line:
+        raise EOFError("the worker ended")
+    return orjson.loads(line)

@@ -1,0 +1,98 @@
+"""Grammars by llguidance: JSON schemas, regular expressions, Lark and GBNF."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final, Self
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+from numpy.typing import NDArray
+
+from whalepod.scheduler.params import Constraint
+from whalepod.server.structured.interface import GrammarError
+from whalepod.server.structured.json_term import WHITE_SPACE
+
+_ESCAPE_OR_CLASS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_REPEATED_REPEAT: Final = re.compile(r"[*+?}]\*")
+
+
+class LlguidanceCompiler:
+    """Compiles for the vocabulary of a `tokenizer.json`.
+
+    vocab_size     width of the model's logits, which may exceed the tokenizer's vocabulary
+    eos_token_ids  tokens that end a text; allowed wherever the grammar may end
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = LLTokenizer(
+            tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids)
+        )
+        self._vocab_size = vocab_size
+
+    def compile(self, constraint: Constraint) -> LlguidanceMatcher:
+        matcher = LLMatcher(self._tokenizer, _grammar(constraint), log_level=0)
+        if matcher.is_error():
+            raise GrammarError(_explain(matcher.get_error()))
+        return LlguidanceMatcher(matcher, self._vocab_size)
+
+
+class LlguidanceMatcher:
+    """A `Matcher`."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def consume(self, token_id: int) -> bool:
+        return bool(self._matcher.try_consume_tokens([token_id]))
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise GrammarError(_explain(self._matcher.get_error()))
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def copy(self) -> Self:
+        return type(self)(self._matcher.deep_copy(), self._vocab_size)
+
+
+def _grammar(constraint: Constraint) -> str:
+    """Return llguidance's own form of a grammar."""
+    text = constraint.grammar
+    try:
+        match constraint.kind:
+            case "json_schema":
+                return str(
+                    LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITE_SPACE})
+                )
+            case "regex":
+                _refuse_repeated_repeat(text)
+                return str(LLMatcher.grammar_from_regex(text))
+            case "lark":
+                return str(LLMatcher.grammar_from_lark(text))
+            case "gbnf":
+                return str(LLMatcher.grammar_from_lark(gbnf_to_lark(text)))
+    except GrammarError:
+        raise
+    except Exception as error:  # the converters raise whatever they stumble over
+        raise GrammarError(_explain(str(error))) from error
+
+
+def _refuse_repeated_repeat(pattern: str) -> None:
+    """The library reads `a**` as `(a*)*`; everyone else calls it a mistake."""
+    if _REPEATED_REPEAT.search(_ESCAPE_OR_CLASS.sub("x", pattern)):
+        raise GrammarError(f"multiple repeat in the regular expression {pattern[:80]!r}")
+
+
+def _explain(text: str) -> str:
+    """Return what a library's message says: a picture of the place and a dump of state follow."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
+    reasons = [line for line in lines[1:] if line.startswith("error:")]
+    return " ".join([lines[0], *reasons[:1]])[:300]

@@ -1,0 +1,247 @@
+"""Requests with grammars in the engine: whatever is scheduled how, no token breaks the rule."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.engine.fakes import EOS, VOCAB_SIZE, FakeMtp, encode_letters, make_core, run_to_end
+from whalepod.mtp.depth import FixedDepth
+from whalepod.scheduler.params import Constraint, SamplingParams
+from whalepod.server.engine.core import MAX_COMPILING, EngineCore
+from whalepod.server.engine.grammar import GrammarStore
+from whalepod.server.messages import Abort, Rejected, Submit
+from whalepod.server.structured.interface import GrammarError, Matcher
+
+THINK_END = 49
+RULE = Constraint(kind="lark", grammar="12")
+PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=40, constraint=RULE)
+
+
+class Ladder:
+    """Token i of a text must be i + 1 modulo 7; after `length` tokens it must end."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._num_tokens = 0
+
+    def consume(self, token_id: int) -> bool:
+        fits = bool(self.allowed()[token_id])
+        self._num_tokens += fits
+        return fits
+
+    def rollback(self, num_tokens: int) -> None:
+        self._num_tokens -= num_tokens
+
+    def allowed(self) -> NDArray[np.bool_]:
+        if self._num_tokens > 100:
+            raise GrammarError("too high")
+        mask_V = np.zeros(VOCAB_SIZE, np.bool_)
+        if self._num_tokens == self._length:
+            mask_V[EOS] = True
+        else:
+            mask_V[1 + self._num_tokens % 7 : THINK_END : 7] = True
+        return mask_V
+
+    def copy(self) -> Self:
+        copied = type(self)(self._length)
+        copied._num_tokens = self._num_tokens
+        return copied
+
+
+class LadderCompiler:
+    """Compiles a number to a ladder of that length, once `gate` is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        assert self.gate.wait(10)
+        if not constraint.grammar.isdecimal():
+            raise GrammarError(f"{constraint.grammar} is no number")
+        return Ladder(int(constraint.grammar))
+
+
+@pytest.fixture
+def compiler() -> LadderCompiler:
+    return LadderCompiler()
+
+
+@pytest.fixture
+def grammars(compiler: LadderCompiler) -> Iterator[GrammarStore]:
+    store = GrammarStore(lambda: compiler)
+    yield store
+    compiler.gate.set()
+    store.close()
+
+
+def submit(request_id: str, params: SamplingParams = PARAMS, **fields: object) -> Submit:
+    prompt = tuple(range(1, 40))
+    return Submit(request_id=request_id, prompt_token_ids=prompt, params=params, **fields)  # type: ignore[arg-type]
+
+
+def is_ladder(token_ids: tuple[int, ...]) -> bool:
+    *steps, last = token_ids
+    return last == EOS and all(t % 7 == (1 + i % 7) % 7 for i, t in enumerate(steps))
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"max_num_batched_tokens": 8}, {"max_num_seqs": 1}, {"num_blocks": 3}]
+)
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"logit_bias": {2: 100.0}}])
+def test_every_text_keeps_to_its_grammar(
+    grammars: GrammarStore, limits: dict[str, int], changes: dict[str, object]
+) -> None:
+    core = make_core(grammars=grammars, **limits)
+    params = replace(PARAMS, **changes)  # type: ignore[arg-type]
+    plain = replace(params, constraint=None)
+
+    assert core.receive([submit("a", params), submit("b", params, num_sequences=2)]) == []
+    assert core.receive([submit("free", plain)]) == []
+    answers = run_to_end(core)
+
+    for key in (("a", 0), ("b", 0), ("b", 1)):
+        assert is_ladder(answers[key].token_ids)
+        assert len(answers[key].token_ids) == 13
+    assert answers["free", 0].token_ids[:12] != answers["a", 0].token_ids[:12]
+
+
+@pytest.mark.parametrize("by_rejection", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0}])
+def test_every_draft_position_keeps_to_the_grammar(
+    grammars: GrammarStore, by_rejection: bool, changes: dict[str, object]
+) -> None:
+    """The fake draft model guesses wrong for every third text: runs of all lengths are accepted."""
+    core = make_core(
+        grammars=grammars,
+        mtp=FakeMtp(),
+        depth=FixedDepth(4),
+        by_rejection=by_rejection,
+    )
+    rule = replace(RULE, starts_after=THINK_END)
+    thinking = replace(PARAMS, constraint=rule, max_tokens=300, logit_bias={THINK_END: 2.0})
+    plain = make_core(grammars=grammars)
+    for engine in (core, plain):
+        engine.receive([submit("a", replace(PARAMS, **changes)), submit("b", thinking)])  # type: ignore[arg-type]
+
+    answers, expected = run_to_end(core), run_to_end(plain)
+
+    assert core.stats.num_accepted_tokens > 0
+    if not by_rejection:
+        assert {k: a.token_ids for k, a in answers.items()} == {
+            k: a.token_ids for k, a in expected.items()
+        }
+    assert is_ladder(answers["a", 0].token_ids)
+    answer = answers["b", 0].token_ids
+    assert is_ladder(answer[answer.index(THINK_END) + 1 :])
+
+
+def test_the_reasoning_is_free_but_may_not_end_the_text(grammars: GrammarStore) -> None:
+    core = make_core(grammars=grammars)
+    rule = replace(RULE, starts_after=THINK_END, banned_before=(5,))
+    params = replace(PARAMS, constraint=rule, max_tokens=400, logit_bias={THINK_END: 2.0})
+
+    core.receive([submit("a", params)])
+    answer = list(run_to_end(core)["a", 0].token_ids)
+
+    at = answer.index(THINK_END)
+    assert not {EOS, 5} & set(answer[:at])
+    assert is_ladder(tuple(answer[at + 1 :]))
+
+
+def test_a_scripted_text_may_break_its_grammar(grammars: GrammarStore) -> None:
+    core = make_core(grammars=grammars, hooks=True)
+
+    core.receive([submit("a", test_steps=("zz", "top"))])
+
+    assert list(run_to_end(core)["a", 0].token_ids) == [*encode_letters("zztop"), EOS]
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_text(grammars: GrammarStore) -> None:
+    core = make_core(grammars=grammars)
+    rule = replace(RULE, grammar="200")
+
+    core.receive([submit("a", replace(PARAMS, constraint=rule, max_tokens=300))])
+
+    answer = run_to_end(core)["a", 0]
+    assert is_ladder(answer.token_ids)
+    assert len(answer.token_ids) == 102
+
+
+def test_others_run_while_a_grammar_is_compiled(
+    compiler: LadderCompiler, grammars: GrammarStore
+) -> None:
+    core = make_core(grammars=grammars)
+    compiler.gate.clear()
+    core.receive([submit("a"), submit("free", replace(PARAMS, constraint=None))])
+
+    finished: set[str] = set()
+    while "free" not in finished:
+        step = core.step()
+        assert step is not None
+        finished |= {o.request_id for o in step.outputs if o.finish_reason}
+    assert core.has_work
+    core.check()
+    compiler.gate.set()
+
+    assert is_ladder(run_to_end(core)["a", 0].token_ids)
+
+
+def test_a_request_that_leaves_while_its_grammar_is_compiled_is_forgotten(
+    compiler: LadderCompiler, grammars: GrammarStore
+) -> None:
+    core = make_core(grammars=grammars)
+    compiler.gate.clear()
+    core.receive([submit("a")])
+
+    core.receive([Abort(request_id="a")])
+
+    assert not core.has_work
+    core.check()
+
+
+def refusal(core: EngineCore, message: Submit) -> str:
+    (reply,) = core.receive([message])
+    assert isinstance(reply, Rejected)
+    return f"{reply.code}: {reply.message}"
+
+
+def test_bad_grammars_fail_their_own_request_only(grammars: GrammarStore) -> None:
+    core = make_core(grammars=grammars)
+    core.receive([submit("bad", replace(PARAMS, constraint=replace(RULE, grammar="x")))])
+    core.receive([submit("good")])
+
+    answers = run_to_end(core)
+
+    assert (answers["bad", 0].finish_reason, answers["bad", 0].error) == ("error", "x is no number")
+    assert is_ladder(answers["good", 0].token_ids)
+
+
+def test_what_cannot_be_constrained_is_refused(
+    compiler: LadderCompiler, grammars: GrammarStore
+) -> None:
+    assert "no tokenizer" in refusal(make_core(), submit("a"))
+    core = make_core(grammars=grammars)
+    for request_id, rule in (
+        ("a", replace(RULE, starts_after=VOCAB_SIZE)),
+        ("b", replace(RULE, banned_before=(-1,))),
+    ):
+        core.receive([submit("warm")])
+        run_to_end(core)  # the grammar is compiled: the answer comes at once
+        assert "constraint holds token" in refusal(
+            core, submit(request_id, replace(PARAMS, constraint=rule))
+        )
+    compiler.gate.clear()
+    waiting = replace(PARAMS, constraint=replace(RULE, grammar="7"))
+    for i in range(MAX_COMPILING):
+        assert core.receive([submit(f"w{i}", waiting)]) == []
+    assert refusal(core, submit("one more", waiting)).startswith("queue_full")
+    core.receive([Abort(request_id=f"w{i}") for i in range(MAX_COMPILING)])
+    core.check()

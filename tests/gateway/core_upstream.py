@@ -1,0 +1,61 @@
+"""A real engine on the event loop of its gateway: for tests of what only a sampler can do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from whalepod.server.engine.core import EngineCore
+from whalepod.server.errors import RequestRejected
+from whalepod.server.messages import (
+    Abort,
+    EngineInfo,
+    Rejected,
+    SequenceOutput,
+    Stats,
+    Submit,
+)
+
+
+class CoreUpstream:
+    """An `Upstream` that steps the engine whenever somebody waits for an output."""
+
+    failure: str | None = None
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self._outputs: dict[str, list[SequenceOutput]] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.core.info
+
+    @property
+    def stats(self) -> Stats:
+        return self.core.stats
+
+    async def ping(self, timeout_s: float) -> Stats:
+        return self.stats
+
+    async def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput]:
+        for reply in self.core.receive([request]):
+            assert isinstance(reply, Rejected)
+            raise RequestRejected(reply.code, reply.message)
+        mine = self._outputs[request.request_id] = []
+        num_live = request.num_sequences
+        try:
+            while num_live:
+                self._step()
+                while mine:
+                    output = mine.pop(0)
+                    num_live -= output.finish_reason is not None
+                    yield output
+                await asyncio.sleep(0)
+        finally:
+            del self._outputs[request.request_id]
+            self.core.receive([Abort(request_id=request.request_id)])
+
+    def _step(self) -> None:
+        step = self.core.step()
+        for output in step.outputs if step is not None else ():
+            self._outputs[output.request_id].append(output)

@@ -1,0 +1,319 @@
+"""The parsers by themselves: what each text means, and that no cut changes it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from tests.gateway.families.transcripts import (
+    CITY,
+    TOOLS,
+    Call,
+    Parsed,
+    block,
+    cut_at,
+    new_parser,
+    parse,
+    v3_call,
+    v31_call,
+)
+from whalepod.server.gateway.families.deepseek_markup import MARKERS
+from whalepod.server.gateway.families.deepseek_r1 import DEEPSEEK_R1
+from whalepod.server.gateway.families.deepseek_v3 import DEEPSEEK_V3
+from whalepod.server.gateway.families.deepseek_v31 import DEEPSEEK_V31
+from whalepod.server.gateway.families.interface import Family, Start, ToolArguments
+from whalepod.server.gateway.families.registry import FAMILIES
+
+families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+thinkers = pytest.mark.parametrize("family", [DEEPSEEK_R1, DEEPSEEK_V31], ids=lambda f: f.name)
+forms = pytest.mark.parametrize("call", [v3_call, v31_call])
+
+TEXTS = st.lists(
+    st.sampled_from([*MARKERS, "function", "w", "now", "\n", "\n\n", "```", "json", "{", "}"])
+    | st.sampled_from(['"city"', ": ", '"上海"', "<", "｜", "<｜tool", "hi ", "\\", '"', "[", "]"])
+    | st.text(max_size=4),
+    max_size=24,
+).map("".join)
+WELL_FORMED = st.builds(
+    lambda reasoning, content, calls: reasoning + content + (block(*calls) if calls else ""),
+    st.sampled_from(["", "why</think>", "<think>\nwhy\n</think>\n\n", "no end"]),
+    st.sampled_from(["", "hello", "a <｜tool b", "text\n\n", "<b>"]),
+    st.lists(
+        st.builds(
+            lambda form, name, value: form(name, json.dumps({"city": value}, ensure_ascii=False)),
+            st.sampled_from([v3_call, v31_call]),
+            st.sampled_from(["w", "function", "other"]),
+            st.text(max_size=5) | st.sampled_from(['x 2>&1"', "``` }", "Münster", "上海\\"]),
+        ),
+        max_size=3,
+    ),
+)
+STARTS = st.sampled_from(["reasoning", "content", "open"])
+
+
+@families
+@given(text=WELL_FORMED | TEXTS, start=STARTS, data=st.data())
+def test_no_cut_changes_what_a_text_means(
+    family: Family, text: str, start: Start, data: st.DataObject
+) -> None:
+    complete, parallel = data.draw(st.booleans()), data.draw(st.booleans())
+    tools = data.draw(st.sampled_from([TOOLS, None]))
+
+    def parsed(pieces: list[str]) -> Parsed:
+        parser = new_parser(family, start, tools, parallel=parallel)
+        return parse(parser, pieces, complete=complete)
+
+    whole = parsed([text])
+    assert parsed(list(text)) == whole
+    positions = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert parsed(cut_at(text, positions)) == whole
+
+
+@families
+@given(text=WELL_FORMED)
+def test_no_single_cut_changes_what_a_text_means(family: Family, text: str) -> None:
+    whole = parse(new_parser(family, "open"), [text])
+
+    for position in range(len(text) + 1):
+        assert parse(new_parser(family, "open"), cut_at(text, [position])) == whole
+
+
+@families
+@given(data=st.binary(max_size=200), start=STARTS)
+def test_random_bytes_never_raise(family: Family, data: bytes, start: Start) -> None:
+    parse(new_parser(family, start), [data.decode(errors="replace")])
+
+
+@families
+@given(text=TEXTS)
+def test_without_tools_their_markup_is_text(family: Family, text: str) -> None:
+    assert parse(new_parser(family, tools=None), [text]).content == text
+
+
+@families
+@forms
+@given(
+    name=st.sampled_from(["w", "function", "unknown"]),
+    value=st.text() | st.sampled_from(["x 2>&1", "```", "\n```", "</think>", "{}]"]),
+)
+def test_arguments_arrive_as_the_model_wrote_them(
+    family: Family, call: Any, name: str, value: str
+) -> None:
+    arguments = json.dumps({"city": value}, ensure_ascii=False)
+
+    parsed = parse(new_parser(family), list("Hello\n\n" + block(call(name, arguments)) + "bye"))
+
+    assert parsed == Parsed("", "Hello", [Call("call_0", name, arguments, ended=True)])
+
+
+@families
+def test_v3_calls_are_separated_by_newlines(family: Family) -> None:
+    calls = v3_call("w", '{"city":"A"}'), v3_call("w", '{"city":"B"}')
+
+    parsed = parse(new_parser(family), [block(*calls, between="\n")])
+
+    assert [c.arguments for c in parsed.calls] == ['{"city":"A"}', '{"city":"B"}']
+
+
+@thinkers
+@pytest.mark.parametrize("start", ["reasoning", "open"])
+def test_reasoning_ends_at_its_closing_tag(family: Family, start: Start) -> None:
+    text = "<think>because</think>answer" if start == "open" else "because</think>answer"
+
+    assert parse(new_parser(family, start), list(text)) == Parsed("because", "answer")
+
+
+@thinkers
+def test_an_opening_tag_that_the_prompt_already_has_is_dropped(family: Family) -> None:
+    text = "<think>because</think>answer"
+
+    assert parse(new_parser(family, "reasoning"), [text]) == Parsed("because", "answer")
+
+
+@thinkers
+def test_text_without_a_closing_tag_is_all_reasoning(family: Family) -> None:
+    text = "because\n\n</thin"
+
+    assert parse(new_parser(family, "reasoning"), list(text)) == Parsed(text, "")
+
+
+@thinkers
+def test_an_open_start_without_the_tag_is_content(family: Family) -> None:
+    assert parse(new_parser(family, "open"), list("  <thanks>")) == Parsed("", "  <thanks>")
+
+
+def test_r1_newlines_around_its_tags_are_no_text() -> None:
+    text = "<think>\n\nfirst\n\nsecond\n</think>\n\nanswer\n"
+
+    parsed = parse(new_parser(DEEPSEEK_R1, "open"), list(text))
+
+    assert parsed == Parsed("first\n\nsecond", "answer\n")
+
+
+def test_v31_newlines_around_its_tags_are_text() -> None:
+    parsed = parse(new_parser(DEEPSEEK_V31, "reasoning"), list("why\n</think>\nanswer"))
+
+    assert parsed == Parsed("why\n", "\nanswer")
+
+
+def test_v3_does_not_reason() -> None:
+    text = "<think>a</think>b"
+
+    assert parse(new_parser(DEEPSEEK_V3, "open"), list(text)) == Parsed("", text)
+
+
+@thinkers
+@forms
+def test_a_tool_block_ends_the_reasoning(family: Family, call: Any) -> None:
+    text = "I need the weather" + block(call("w", "{}")) + "</think>late"
+
+    parsed = parse(new_parser(family, "reasoning"), list(text))
+
+    assert parsed == Parsed("I need the weather", "", [Call("call_0", "w", "{}", ended=True)])
+
+
+@families
+def test_text_is_delivered_up_to_what_may_be_markup(family: Family) -> None:
+    parser = new_parser(family)
+
+    sent = [parse_text(parser.feed(piece)) for piece in ("a <", "b ", "<｜tool", "▁x", "\n", "c")]
+
+    assert sent == ["a ", "<b ", "", "<｜tool▁x", "", "\nc"]
+
+
+def parse_text(events: Any) -> str:
+    return "".join(event.text for event in events)
+
+
+@families
+@forms
+def test_item_28_arguments_stream_while_the_model_writes(family: Family, call: Any) -> None:
+    arguments = '{"city":"A long name of a city"}'
+    parser = new_parser(family)
+
+    events = [parser.feed(character) for character in block(call("w", arguments))]
+
+    pieces = [e.text for step in events for e in step if isinstance(e, ToolArguments)]
+    assert pieces == ['{"c', *arguments[3:]]  # up to here it may be a needless wrapper
+
+
+@families
+@forms
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_cut_call_stays_as_it_is(family: Family, call: Any, complete: bool) -> None:
+    text = block(call("w", '{"city":"A"}'))
+    cut = text[: text.index("A") + 1]
+
+    parsed = parse(new_parser(family), [cut], complete=complete)
+
+    assert parsed == Parsed("", "", [Call("call_0", "w", '{"city":"A', ended=complete)])
+
+
+@families
+def test_a_call_whose_name_is_cut_is_none(family: Family) -> None:
+    for text in ("w", "function<｜tool▁sep｜>w", "function<｜tool▁s"):
+        parser = new_parser(family)
+        parsed = parse(
+            parser, ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" + text], complete=False
+        )
+        assert parsed == Parsed()
+
+
+@families
+@pytest.mark.parametrize(
+    "call",
+    [
+        v3_call("now", ""),
+        v3_call("now", "{}"),
+        v31_call("now", ""),
+        v31_call("now", "null"),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>now<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>",
+    ],
+)
+def test_a_call_without_arguments_has_an_empty_object(family: Family, call: str) -> None:
+    parsed = parse(new_parser(family), list("<｜tool▁calls▁begin｜>" + call))
+
+    assert parsed.calls == [Call("call_0", "now", "{}", ended=True)]
+
+
+@families
+@pytest.mark.parametrize(
+    "call",
+    [
+        'w<｜tool▁sep｜>```json\n{"city":"A"}\n```<｜tool▁call▁end｜>',
+        'w<｜tool▁sep｜>```\n{"city":"A"}```\n<｜tool▁call▁end｜>',
+        'w \n<｜tool▁sep｜> {"city":"A"} trailing<｜tool▁call▁end｜>',
+        'function<｜tool▁sep｜>\nw\n{"city":"A"}<｜tool▁call▁end｜>',
+        'function<｜tool▁sep｜>w{"city":"A"}<｜tool▁calls▁end｜>',
+        'w<｜tool▁sep｜>{"city":"A"}<｜tool▁call▁begin｜>',
+        'w<｜tool▁sep｜>{"city":"A"}',
+    ],
+)
+def test_sloppy_calls_are_understood(family: Family, call: str) -> None:
+    parsed = parse(new_parser(family), list("<｜tool▁call▁begin｜>" + call))
+
+    assert parsed.calls == [Call("call_0", "w", '{"city":"A"}', ended=True)]
+
+
+@families
+def test_only_one_call_when_they_must_not_be_parallel(family: Family) -> None:
+    text = block(v31_call("w", "{}"), v31_call("now", "{}"))
+
+    assert len(parse(new_parser(family, parallel=False), list(text)).calls) == 1
+
+
+@families
+@pytest.mark.parametrize("key", ["arguments", "input"])
+@pytest.mark.parametrize("value", ['{"city": "A", "n": 1.50}', '"{\\"city\\": \\"A\\"}"'])
+def test_item_24_a_needless_wrapper_is_removed(family: Family, key: str, value: str) -> None:
+    parsed = parse(new_parser(family), list(block(v31_call("w", f'{{ "{key}" : {value} }}'))))
+
+    assert parsed.calls[0].arguments == (value if value[0] == "{" else json.loads(value))
+
+
+@families
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ({"properties": {"input": {"type": "object"}}}, '{"input": {"city": "A"}}'),
+        ({"properties": {"a": {}}, "additionalProperties": True}, '{"input": {"city": "A"}}'),
+        ({"$ref": "#/$defs/x"}, '{"input": {}}'),
+        (None, '{"input": {}}'),
+        (CITY, '{"input": {}, "city": "A"}'),
+        (CITY, '{"input": "A"}'),
+        (CITY, '{"input": 5}'),
+        (CITY, '{"input": {}, "input": {}}'),
+        (CITY, '{"inputs": {}}'),
+        (CITY, '{"city": "A", "input": {}}'),
+        (CITY, "{}"),
+    ],
+)
+def test_item_24_what_may_be_meant_stays(family: Family, parameters: Any, arguments: str) -> None:
+    parser = new_parser(family, tools={"w": parameters})
+
+    assert parse(parser, list(block(v31_call("w", arguments)))).calls[0].arguments == arguments
+
+
+def test_tokens_of_the_closing_tag_belong_to_the_reasoning() -> None:
+    parser = new_parser(DEEPSEEK_V31, "reasoning")
+    counted = []
+    for piece in ("a", "b", "</think>", "c"):
+        counted.append(parser.in_reasoning)
+        parser.feed(piece)
+
+    assert counted == [True, True, True, False]
+
+
+def test_long_garbage_is_no_name_and_costs_linear_time() -> None:
+    parser = new_parser(DEEPSEEK_V31)
+    text = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" + "x" * 100_000 + "<｜tool▁sep｜>{}"
+
+    parsed = parse(parser, [text, block(v31_call("w", "{}"))])
+
+    assert [call.name for call in parsed.calls] == ["w"]

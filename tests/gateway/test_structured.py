@@ -1,0 +1,306 @@
+"""Structured output through a real engine with random weights: what it says is all grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.gateway.wire import (
+    calls_of,
+    chat,
+    complete,
+    error_of,
+    finish_reasons,
+    reasoning_of,
+    stream_chat,
+    text_of,
+    user,
+)
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+SEEDS = range(3)
+HUGE = "x" * 300_000
+
+
+def tool(name: str = "w", parameters: dict[str, Any] | None = CITY) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": value}}
+
+
+@pytest.fixture
+def client(real_client: TestClient) -> TestClient:
+    return real_client
+
+
+def both(client: TestClient, **fields: Any) -> dict[str, Any]:
+    """Return the choice of a whole answer after checking that the stream says the same."""
+    choice: dict[str, Any] = chat(client, **fields)["choices"][0]
+    events = stream_chat(client, **fields)
+    message = choice["message"]
+    assert text_of(events) == (message["content"] or "")
+    assert reasoning_of(events) == message.get("reasoning", "")
+    calls = [
+        (c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])
+    ]
+    assert calls_of(events) == calls
+    assert finish_reasons(events) == [choice["finish_reason"]]
+    return choice
+
+
+def calls_in(choice: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    calls = choice["message"]["tool_calls"]
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "function", "function": {"name": "w"}}],
+    ids=["required", "named"],
+)
+def test_B001_a_forced_call_finishes_with_tool_calls(
+    client: TestClient, choice: Any, seed: int
+) -> None:
+    answer = both(client, tools=[tool()], tool_choice=choice, parallel_tool_calls=False, seed=seed)
+
+    assert answer["finish_reason"] == "tool_calls"
+    assert answer["message"]["content"] is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_B007_a_named_choice_has_arguments_of_its_schema(client: TestClient, seed: int) -> None:
+    choice = {"type": "function", "function": {"name": "w"}}
+
+    answer = both(client, tools=[tool("x"), tool()], tool_choice=choice, seed=seed)
+
+    ((name, arguments),) = calls_in(answer)
+    assert name == "w"
+    assert list(arguments) == ["city"]
+    assert len(arguments["city"]) <= 5
+
+
+def test_B025_optional_properties_may_be_missing(client: TestClient) -> None:
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    properties = {"id": {"type": "string", "maxLength": 3}, "n": digit, "o": digit}
+    parameters = {"type": "object", "properties": properties, "required": ["id"]}
+    fields = {"tools": [tool("t", parameters | {"additionalProperties": False})]}
+
+    for seed in range(8):
+        answer = chat(
+            client, **fields, tool_choice="required", seed=seed, parallel_tool_calls=False
+        )
+        ((_, arguments),) = calls_in(answer["choices"][0])
+        assert "id" in arguments
+        assert arguments.keys() <= properties.keys()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_item_40_thinking_is_free_and_the_call_after_it_is_forced(
+    client: TestClient, seed: int
+) -> None:
+    """The model is random: the bias makes it close its reasoning now and then."""
+    end = client.post("/tokenize", json={"prompt": "</think>"}).json()["tokens"][-1]
+    fields = {"thinking": True, "logit_bias": {str(end): 8.0}, "seed": seed}
+
+    answer = both(
+        client, tools=[tool()], tool_choice="required", parallel_tool_calls=False, **fields
+    )
+
+    assert answer["finish_reason"] == "tool_calls"
+    assert calls_in(answer)[0][0] == "w"
+    assert "<｜tool" not in answer["message"].get("reasoning", "")
+
+
+def test_a_function_without_parameters_is_called_with_none(client: TestClient) -> None:
+    answer = both(
+        client, tools=[tool("now", None)], tool_choice="required", seed=1, parallel_tool_calls=False
+    )
+
+    assert calls_in(answer) == [("now", {})]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_B041_a_grammar_begins_behind_the_reasoning(client: TestClient, seed: int) -> None:
+    scripted = both(client, thinking=True, response_format=schema(CITY), test_steps=["x</think>{"])
+    assert scripted["message"]["content"] == "{"
+
+    end = client.post("/tokenize", json={"prompt": "</think>"}).json()["tokens"][-1]
+    answer = both(
+        client, thinking=True, response_format=schema(CITY), logit_bias={str(end): 8.0}, seed=seed
+    )
+    assert list(json.loads(answer["message"]["content"])) == ["city"]
+
+
+def test_B043_white_space_is_bounded(client: TestClient) -> None:
+    space = client.post("/tokenize", json={"prompt": " "}).json()["tokens"][-1]
+    value = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
+
+    answer = both(
+        client,
+        response_format=schema(value | {"additionalProperties": False}),
+        max_tokens=300,
+        logit_bias={str(space): 100},
+    )
+
+    content = answer["message"]["content"]
+    assert answer["finish_reason"] == "stop"
+    assert max(map(len, re.findall(r"\s+", content))) <= 8
+    assert json.loads(content) == {"a": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "foo**"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(foo"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "root ::= nothing"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"type": "objekt"}}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": schema(None)}, "response_format.json_schema.schema"),
+        ({"response_format": schema({"type": "objekt"})}, "response_format"),
+        ({"response_format": schema({"$ref": "#/$defs/x"})}, "response_format"),
+        ({"response_format": schema({"type": "object", "not": {}})}, "response_format"),
+        ({"response_format": schema({"enum": [HUGE]})}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ({"tools": [tool("w", {"type": "objekt"})], "tool_choice": "required"}, "tools"),
+    ],
+)  # fmt: skip
+def test_B045_what_cannot_be_a_grammar_is_refused_by_name(
+    client: TestClient, fields: dict[str, Any], param: str
+) -> None:
+    body = {"model": "tiny", "messages": [user("hi")], **fields}
+
+    error = error_of(client.post("/v1/chat/completions", json=body), 400)
+
+    assert error["param"] == param
+    assert client.get("/health").status_code == 200
+
+
+def test_a_schema_that_explodes_is_refused_in_time(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = client.app.state.gateway  # type: ignore[attr-defined]
+    complete(client, structured_outputs={"regex": "a"})  # the worker runs now
+    monkeypatch.setattr(gateway._grammars, "_timeout_s", 0.5)
+    slow = schema({"type": "integer", "multipleOf": 1000003})
+    body = {"model": "tiny", "messages": [user("hi")], "response_format": slow}
+
+    started_s = time.monotonic()
+    error = error_of(client.post("/v1/chat/completions", json=body), 400)
+
+    assert "more than 0.5 s" in error["message"]
+    assert time.monotonic() - started_s < 10
+    monkeypatch.undo()
+    assert complete(client, structured_outputs={"regex": "ab"})["choices"][0]["text"] == "ab"
+
+
+def test_B047_references_into_arrays_are_followed(client: TestClient) -> None:
+    item = {"type": "object", "properties": {"n": {"enum": ["a", "b"]}}, "required": ["n"],
+            "additionalProperties": False}  # fmt: skip
+    value = {
+        "$defs": {"A": item},
+        "type": "object",
+        "properties": {"r": {"type": "array", "items": {"$ref": "#/$defs/A"}, "minItems": 1,
+                             "maxItems": 2}},
+        "required": ["r"],
+        "additionalProperties": False,
+    }  # fmt: skip
+
+    for seed in SEEDS:
+        content = both(client, response_format=schema(value), seed=seed)["message"]["content"]
+        assert all(entry["n"] in "ab" for entry in json.loads(content)["r"])
+
+
+def test_B049_null_and_enum_are_what_they_say(client: TestClient) -> None:
+    properties = {"t": {"enum": ["one", "two"]}, "e": {"type": ["string", "null"], "maxLength": 3}}
+    value = {"type": "object", "properties": properties, "required": ["t", "e"],
+             "additionalProperties": False}  # fmt: skip
+
+    for seed in SEEDS:
+        content = both(client, response_format=schema(value), seed=seed)["message"]["content"]
+        answer = json.loads(content)
+        assert answer["t"] in ("one", "two")
+        assert answer["e"] is None or len(answer["e"]) <= 3
+
+
+def test_a_json_object_is_an_object(client: TestClient) -> None:
+    answer = both(client, response_format={"type": "json_object"}, seed=1, max_tokens=300)
+
+    if answer["finish_reason"] == "stop":
+        assert isinstance(json.loads(answer["message"]["content"]), dict)
+    assert answer["message"]["content"].lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_every_choice_keeps_to_the_grammar_by_itself(client: TestClient, n: int) -> None:
+    answer = chat(client, structured_outputs={"regex": "[a-c]{3,6}"}, n=n, seed=5)
+
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert all(re.fullmatch("[a-c]{3,6}", text) for text in texts)
+
+
+def test_a_grammar_beats_bias_and_ignored_ends(client: TestClient) -> None:
+    fields = {"structured_outputs": {"choice": ["yes", "no"]}}
+    x = client.post("/tokenize", json={"prompt": "x"}).json()["tokens"][-1]
+
+    answers = [
+        chat(client, **fields, logit_bias={str(x): 100}),
+        chat(client, **fields, temperature=0),
+        chat(client, **fields, ignore_eos=True, max_tokens=20),
+    ]
+
+    assert all(a["choices"][0]["message"]["content"] in ("yes", "no") for a in answers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"regex": "[a-z]{3}"}, "[a-z]{3}"),
+        ({"choice": ['a "b"\n', "c"]}, '(a "b"\n|c)'),
+        ({"grammar": 'start: "x" /[0-9]{2}/'}, "x[0-9]{2}"),
+        ({"grammar": 'root ::= "x" [0-9] [0-9]'}, "x[0-9]{2}"),
+        ({"json": {"enum": [1, 2]}}, "[12]"),
+    ],
+)
+def test_raw_completions_may_be_structured(
+    client: TestClient, fields: dict[str, Any], pattern: str
+) -> None:
+    text = complete(client, structured_outputs=fields, max_tokens=40, seed=2)["choices"][0]["text"]
+
+    assert re.fullmatch(pattern, text)
+
+
+def test_a_format_and_tools_allow_either(client: TestClient) -> None:
+    value = {"enum": ["plain"]}
+
+    for seed in SEEDS:
+        answer = both(client, tools=[tool()], response_format=schema(value), seed=seed,
+                      parallel_tool_calls=False)  # fmt: skip
+        if answer["finish_reason"] == "tool_calls":
+            assert calls_in(answer)[0][0] == "w"
+        else:
+            assert answer["message"]["content"] == '"plain"'

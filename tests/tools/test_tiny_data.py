@@ -1,0 +1,117 @@
+"""The generator of the embedded model's text: seeded, and its held-out part really held out."""
+
+import importlib
+import itertools
+import pkgutil
+import random
+import re
+
+import pytest
+
+import whalepod.tools.tiny_data
+from whalepod.tools.tiny_data import markup, mixture, words
+from whalepod.tools.tiny_data.relations import RELATIONS
+from whalepod.tools.tiny_data.sample import Patterns, Sample
+from whalepod.tools.tiny_data.tool_tasks import FAMILIES
+from whalepod.tools.tiny_eval import Answer, is_right
+
+
+def training_samples(count: int, seed: int = 0) -> list[Sample]:
+    return list(itertools.islice(mixture.samples(seed, "train"), count))
+
+
+def module_patterns() -> list[Patterns]:
+    found: list[Patterns] = []
+    for module_info in pkgutil.iter_modules(whalepod.tools.tiny_data.__path__):
+        module = importlib.import_module(f"whalepod.tools.tiny_data.{module_info.name}")
+        found += [value for value in vars(module).values() if isinstance(value, Patterns)]
+    found += [item for relation in RELATIONS.values() for item in (relation.told, relation.asked)]
+    return found + [family.requests for family in FAMILIES.values()]
+
+
+def test_the_same_seed_gives_the_same_samples() -> None:
+    assert training_samples(50, seed=3) == training_samples(50, seed=3)
+    assert training_samples(50, seed=3) != training_samples(50, seed=4)
+    assert mixture.held_out() == mixture.held_out()
+
+
+def test_there_are_500_held_out_prompts() -> None:
+    assert len(mixture.held_out("test")) == 500
+
+
+def test_no_pattern_is_in_two_splits() -> None:
+    patterns = module_patterns()
+
+    assert len(patterns) > 40
+    for item in patterns:
+        forms = [*item.train, *item.dev, *item.test]
+        assert len({form.lower() for form in forms}) == len(forms), forms
+
+
+def test_no_name_or_city_is_in_two_splits() -> None:
+    for lists in (words.NAMES, words.CITIES):
+        everything = [word for split in lists.values() for word in split]
+        assert len(set(everything)) == len(everything)
+
+
+def test_held_out_prompts_do_not_occur_in_training_text() -> None:
+    seen = {str(sample.messages[-1]["content"]) for sample in training_samples(2_500)}
+    asked = {
+        sample.messages[-1]["content"] for sample in mixture.held_out() if sample.kind != "result"
+    }
+
+    assert not asked & seen
+
+
+def test_sums_in_training_never_use_a_held_out_pair_of_numbers() -> None:
+    rng = random.Random(0)
+    numbers = [
+        tuple(map(int, re.findall(r"\d+", mixture.MAKERS["think_sum"](rng, "train").answer)[:2]))
+        for _ in range(2_000)
+    ]
+
+    assert {words.number_split(*pair) for pair in numbers} == {"train"}
+    assert words.number_split(12, 93) == words.number_split(93, 12)
+    share = sum(words.number_split(a, b) == "test" for a in range(10, 100) for b in range(10, 100))
+    assert 0.07 < share / 8_100 < 0.13
+
+
+@pytest.mark.parametrize("kind", sorted(mixture.MAKERS))
+def test_the_wanted_answer_is_scored_as_right(kind: str) -> None:
+    rng = random.Random(1)
+    for split in ("train", "dev", "test"):
+        for _ in range(40):
+            sample = mixture.MAKERS[kind](rng, split)  # type: ignore[arg-type]
+            assert is_right(sample, Answer(sample.answer, ended=True)), sample
+
+
+def test_wanted_calls_fit_the_schema_of_a_listed_tool() -> None:
+    calls = 0
+    for sample in training_samples(1_500):
+        schemas = {
+            tool["function"]["name"]: tool["function"]["parameters"] for tool in sample.tools
+        }
+        assert len(schemas) == len(sample.tools)
+        for name, arguments in markup.read_calls(sample.answer):
+            assert sorted(arguments) == sorted(schemas[name]["required"])
+            calls += 1
+    assert calls > 200
+
+
+def test_wrong_answers_are_scored_as_wrong() -> None:
+    rng = random.Random(2)
+    total = mixture.MAKERS["sum"](rng, "test")
+    call = mixture.MAKERS["call"](rng, "test")
+
+    assert not is_right(total, Answer("It is 1000.", ended=True))
+    assert not is_right(total, Answer(call.answer, ended=True))
+    assert not is_right(call, Answer("I have no tool for that.", ended=True))
+    assert not is_right(call, Answer(call.answer.replace("{", "["), ended=True))
+
+
+def test_calls_are_read_back_as_written() -> None:
+    calls = [("a", {"x": 1, "y": "ü"}), ("b", {})]
+
+    assert markup.read_calls(markup.write_calls(calls)) == calls
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        markup.read_calls(markup.write_calls([("a", {})]).replace("{}", "[]"))

@@ -1,0 +1,169 @@
+"""Tools to ask for, with the call that serves the request, its result and the answer."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from whalepod.tools.tiny_data import words
+from whalepod.tools.tiny_data.sample import Call, Patterns, Split
+from whalepod.tools.tiny_data.tool_family import Draw, choice, integer
+from whalepod.tools.tiny_data.tools_that_act import ACTING
+from whalepod.tools.tiny_data.tools_that_read import READING
+
+FAMILIES = READING | ACTING
+
+_VERBS = words.listed(
+    "open close check count start stop clean paint find show delete update move lock load test"
+)
+_NOUNS = words.listed(
+    """
+    door boat engine lamp garden room robot camera gate table window machine account project
+    user task
+    """
+)
+_EXTRAS: dict[str, tuple[str, Draw, str]] = {
+    "city": ("in {v}", words.city, "string"),
+    "name": ("for {v}", words.name, "string"),
+    "day": ("on {v}", choice(*words.DAYS), "string"),
+    "number": ("number {v}", integer(1, 999), "integer"),
+    "color": ("with the color {v}", choice(*words.COLORS), "string"),
+    "place": ("at the {v}", choice(*words.PLACES), "string"),
+    "speed": ("with speed {v}", integer(1, 99), "integer"),
+}
+
+
+def tool_words() -> list[str]:
+    """List the words that tools of the training split are named with."""
+    found = [*_VERBS, *(f"_{noun}" for noun in _NOUNS), *_NOUNS, *_EXTRAS]
+    for family in FAMILIES.values():
+        spelled = [*family.names.train]
+        for argument in family.arguments.values():
+            spelled += argument.names.train
+        found += [part for name in spelled for part in re.findall("_?[a-z]+", name)]
+    return sorted(set(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A tool in OpenAI's format, with a request, the call that serves it and what comes back."""
+
+    key: str
+    tool: dict[str, Any]
+    request: str
+    call: Call
+    result: dict[str, Any]
+    answer: str
+
+
+def _tool(name: str, description: str, properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+            },
+        },
+    }
+
+
+def _family_task(rng: random.Random, split: Split, key: str) -> Task:
+    family = FAMILIES[key]
+    slots = {field: argument.draw(rng, split) for field, argument in family.arguments.items()}
+    while len(set(map(str, slots.values()))) < len(slots):
+        slots = {field: argument.draw(rng, split) for field, argument in family.arguments.items()}
+    spelled = {field: item.names.pick(rng, split) for field, item in family.arguments.items()}
+    while len(set(spelled.values())) < len(spelled):
+        spelled = {field: item.names.pick(rng, split) for field, item in family.arguments.items()}
+    properties: dict[str, Any] = {}
+    for field_name, argument in family.arguments.items():
+        properties[spelled[field_name]] = {"type": argument.json_type}
+        if rng.random() < 0.15:
+            properties[spelled[field_name]]["description"] = f"The {field_name}"
+    name = family.names.pick(rng, split)
+    result = family.result(rng, slots)
+    return Task(
+        key=key,
+        tool=_tool(name, rng.choice(family.descriptions), properties),
+        request=family.requests.pick(rng, split).format(**slots),
+        call=(name, {spelled[field]: value for field, value in slots.items()}),
+        result=result,
+        answer=family.answer.format(**slots | result),
+    )
+
+
+def _held_out_pair(verb: str, noun: str) -> Split:
+    index = (_VERBS.index(verb) * 5 + _NOUNS.index(noun) * 3) % 16
+    return "test" if index in (2, 9) else "dev" if index == 5 else "train"
+
+
+def _composed_task(rng: random.Random, split: Split) -> Task:
+    """Make a tool that does one verb to one noun, so that tools are read and not memorised."""
+    while True:
+        verb, noun = rng.choice(_VERBS), rng.choice(_NOUNS)
+        if _held_out_pair(verb, noun) == split:
+            break
+    keys = rng.sample(sorted(_EXTRAS), rng.choice((0, 1, 1, 2)))
+    values = {key: _EXTRAS[key][1](rng, split) for key in keys}
+    tail = "".join(" " + _EXTRAS[key][0].format(v=values[key]) for key in keys)
+    patterns = Patterns(
+        train=(
+            "{V} the {n}{t}.",
+            "Please {v} the {n}{t}.",
+            "Can you {v} the {n}{t}?",
+            "{V} {n}{t}",
+        ),
+        dev=("I want you to {v} the {n}{t}.",),
+        test=("Could you {v} the {n}{t}?", "Please {v} the {n}{t} for me."),
+    )
+    text = patterns.pick(rng, split).format(V=verb.capitalize(), v=verb, n=noun, t=tail)
+    name = f"{verb}_{noun}"
+    properties = {key: {"type": _EXTRAS[key][2]} for key in keys}
+    status = rng.choice(("ok", "done", "ready", "started"))
+    return Task(
+        key=name,
+        tool=_tool(name, f"{verb.capitalize()} the {noun}", properties),
+        request=text,
+        call=(name, values),
+        result={"status": status},
+        answer=f"Done. The status of the {noun} is {status}.",
+    )
+
+
+def task(rng: random.Random, split: Split) -> Task:
+    if rng.random() < 0.35:
+        return _composed_task(rng, split)
+    return _family_task(rng, split, rng.choice(sorted(FAMILIES)))
+
+
+def tool_list(
+    rng: random.Random, split: Split, wanted: list[Task], extra: int
+) -> list[dict[str, Any]]:
+    """List the wanted tools and `extra` others in any order, no name twice."""
+    tools = {item.call[0]: item.tool for item in wanted}
+    keys = {item.key for item in wanted}
+    while extra > 0:
+        other = task(rng, split)
+        if other.key not in keys and other.call[0] not in tools:
+            tools[other.call[0]] = other.tool
+            keys.add(other.key)
+            extra -= 1
+    listed = list(tools.values())
+    rng.shuffle(listed)
+    return listed
+
+
+def distinct_tasks(rng: random.Random, split: Split, count: int) -> list[Task]:
+    """Draw tasks whose tools can stand in one list."""
+    found: list[Task] = []
+    while len(found) < count:
+        item = task(rng, split)
+        if all(item.key != other.key and item.call[0] != other.call[0] for other in found):
+            found.append(item)
+    return found

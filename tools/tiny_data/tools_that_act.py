@@ -1,0 +1,185 @@
+"""Families of tools that do something."""
+
+from __future__ import annotations
+
+from whalepod.tools.tiny_data import words
+from whalepod.tools.tiny_data.sample import Patterns
+from whalepod.tools.tiny_data.tool_family import (
+    WHO,
+    Argument,
+    Family,
+    choice,
+    integer,
+    path,
+    same,
+    short_text,
+)
+
+ACTING: dict[str, Family] = {
+    "message": Family(
+        names=Patterns(
+            train=("send_message", "send_email", "notify", "message", "send_sms"),
+            dev=("send_note",),
+            test=("send_message", "send_text"),
+        ),
+        descriptions=("Send a message to a person", "Send text to someone"),
+        arguments={
+            "to": WHO,
+            "text": Argument(same("text", "message", "body"), short_text),
+        },
+        requests=Patterns(
+            train=(
+                "Send {to} the message: {text}",
+                'Tell {to}: "{text}"',
+                "Write to {to}: {text}",
+                'Send "{text}" to {to}.',
+                "Message {to}: {text}",
+            ),
+            dev=("Please send {to} this: {text}",),
+            test=('Please send "{text}" to {to}.', "Send this message to {to}: {text}"),
+        ),
+        answer="I sent the message to {to}.",
+    ),
+    "remind": Family(
+        names=Patterns(
+            train=("create_event", "add_reminder", "remind", "create_reminder", "add_event"),
+            dev=("set_reminder",),
+            test=("create_event", "create_note"),
+        ),
+        descriptions=("Create an event on a day", "Add a reminder"),
+        arguments={
+            "title": Argument(same("title", "text"), short_text),
+            "day": Argument(same("day", "date"), choice(*words.DAYS)),
+        },
+        requests=Patterns(
+            train=(
+                'Create an event "{title}" on {day}.',
+                'Remind me on {day}: "{title}"',
+                "Remind me on {day}: {title}",
+                'Add "{title}" on {day}.',
+            ),
+            dev=('Please remind me on {day}: "{title}"',),
+            test=('Please create "{title}" on {day}.', 'On {day} remind me: "{title}"'),
+        ),
+        answer="I added it on {day}.",
+    ),
+    "dice": Family(
+        names=Patterns(
+            train=("roll_dice", "roll_die", "dice", "throw_dice"),
+            dev=("cast_dice",),
+            test=("roll_dice", "dice_roll"),
+        ),
+        descriptions=("Roll a die", "Throw a die with some sides"),
+        arguments={"sides": Argument(same("sides", "n"), integer(2, 99), "integer")},
+        requests=Patterns(
+            train=(
+                "Roll a die with {sides} sides.",
+                "Throw a die of {sides} sides.",
+                "Roll a {sides} sided die.",
+            ),
+            dev=("Please roll a die with {sides} sides.",),
+            test=("Throw a die with {sides} sides.", "Can you roll a die of {sides} sides?"),
+        ),
+        result=lambda rng, slots: {"value": rng.randint(1, slots["sides"])},
+        answer="The die shows {value}.",
+    ),
+    "timer": Family(
+        names=Patterns(
+            train=("set_timer", "start_timer", "timer", "set_alarm"),
+            dev=("run_timer",),
+            test=("set_timer", "timer_start"),
+        ),
+        descriptions=("Set a timer", "Start a timer of some minutes"),
+        arguments={"minutes": Argument(same("minutes", "time"), integer(1, 120), "integer")},
+        requests=Patterns(
+            train=(
+                "Set a timer for {minutes} minutes.",
+                "Start a timer of {minutes} minutes.",
+                "Timer, {minutes} minutes",
+                "Wake me in {minutes} minutes.",
+            ),
+            dev=("Please set a timer for {minutes} minutes.",),
+            test=(
+                "Start a timer for {minutes} minutes.",
+                "Can you set a timer of {minutes} minutes?",
+            ),
+        ),
+        answer="The timer runs for {minutes} minutes.",
+    ),
+    "book": Family(
+        names=Patterns(
+            train=("book_table", "reserve_table", "book_room", "make_booking"),
+            dev=("get_table",),
+            test=("book_table", "table_booking"),
+        ),
+        descriptions=("Book a table", "Reserve a table for some people"),
+        arguments={
+            "name": Argument(same("name", "guest"), words.name),
+            "people": Argument(same("people", "guests", "count"), integer(2, 12), "integer"),
+            "day": Argument(same("day", "date"), choice(*words.DAYS)),
+        },
+        requests=Patterns(
+            train=(
+                "Book a table for {people} people on {day} for {name}.",
+                "Reserve a table for {name}, {people} people, on {day}.",
+                "On {day} {name} needs a table for {people}.",
+            ),
+            dev=("Please book a table for {people} on {day}, name {name}.",),
+            test=("Book a table on {day} for {name}, {people} people.",),
+        ),
+        answer="The table for {people} is booked on {day}.",
+    ),
+    "order": Family(
+        names=Patterns(
+            train=("order_item", "buy", "place_order", "order"),
+            dev=("buy_item",),
+            test=("order_item", "item_order"),
+        ),
+        descriptions=("Order an item from the shop", "Buy things"),
+        arguments={
+            "item": Argument(same("item", "product"), choice(*words.THINGS, *words.FOODS)),
+            "count": Argument(same("quantity", "count"), integer(1, 99), "integer"),
+        },
+        requests=Patterns(
+            train=(
+                "Order {count} of the item {item}.",
+                "Buy {count} times {item}.",
+                "Order {item}, quantity {count}.",
+                "I want to order {count} {item}.",
+            ),
+            dev=("Please buy {item}, {count} of it.",),
+            test=("Please order {item}, quantity {count}.", "Order {count} {item}."),
+        ),
+        answer="I ordered {item}, quantity {count}.",
+    ),
+    "command": Family(
+        names=Patterns(
+            train=("run_command", "shell", "bash", "exec", "run"),
+            dev=("do_command",),
+            test=("run_command", "command_run"),
+        ),
+        descriptions=("Run a shell command", "Run a command"),
+        arguments={
+            "command": Argument(
+                same("command", "cmd"),
+                lambda rng, split: (
+                    rng.choice(("ls", "cat", "rm", "wc", "git add", "python"))
+                    + " "
+                    + path(rng, split)
+                ),
+            )
+        },
+        requests=Patterns(
+            train=(
+                "Run {command}",
+                "Run the command {command}",
+                'Execute "{command}"',
+                "Please run: {command}",
+            ),
+            dev=('Please run "{command}".',),
+            test=('Run this command: "{command}"', "Can you run {command}"),
+        ),
+        result=lambda rng, slots: {"output": f"{rng.randint(0, 99)} {rng.choice(words.THINGS)}"},
+        answer="The command printed: {output}",
+    ),
+}
