@@ -1,0 +1,231 @@
+"""The records that carry one token each, and how they leave a rank.
+
+A record is a header (token, choices, weights), the hidden values, and their fp8 scales; each part
+begins at a multiple of 16 bytes, so that every part of many records is a strided typed view.
+
+Suffix letters as in `whalepod.ep_comm.layout`, and H hidden, G groups of 128 channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from whalepod.ep_comm.group import Group, signal_value
+from whalepod.ep_comm.heap import ALIGNMENT_BYTES, Region
+
+RowDtype = Literal["float32", "bfloat16", "float8"]
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8": torch.float8_e4m3fn,
+}
+_PART_BYTES = 16
+
+SCALE_GROUP = 128
+"""Channels that share one fp8 scale."""
+E4M3_MAX = 448.0
+LEAST_AMAX = 1e-4
+"""Floor under a group's largest magnitude, so that a group of zeros has a scale (DeepEP)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowViews:
+    """The parts of records as typed views, each with the records' leading axes."""
+
+    token: Tensor
+    ids_K: Tensor
+    weights_K: Tensor
+    values_H: Tensor
+    scales_G: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFormat:
+    """The layout of a record.
+
+    num_ids, num_weights  K or 0: int32 global expert ids, f32 weights
+    ue8m0                 fp8 scales are single exponent bytes, not f32
+    """
+
+    hidden: int
+    dtype: RowDtype
+    num_ids: int = 0
+    num_weights: int = 0
+    ue8m0: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"row dtype {self.dtype!r} is none of {sorted(_DTYPES)}")
+        step = 4 * SCALE_GROUP if self.ue8m0 else SCALE_GROUP
+        if self.dtype == "float8" and self.hidden % step:
+            raise ValueError(
+                f"hidden ({self.hidden}) must be a multiple of {step} for fp8 rows"
+                f"{' with UE8M0 scales' if self.ue8m0 else ''}: send bfloat16 rows"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    @property
+    def num_scales(self) -> int:
+        return self.hidden // SCALE_GROUP if self.dtype == "float8" else 0
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.ue8m0 else torch.float32
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of a record on the wire."""
+        return self._offsets()[-1]
+
+    def views(self, records: Tensor) -> RowViews:
+        """Return typed views of records, uint8 `[..., num_bytes]`."""
+        ids, weights, values, scales, _ = self._offsets()
+
+        def part(offset: int, count: int, dtype: torch.dtype) -> Tensor:
+            return records[..., offset : offset + count * dtype.itemsize].view(dtype)
+
+        return RowViews(
+            token=part(0, 1, torch.int32)[..., 0],
+            ids_K=part(ids, self.num_ids, torch.int32),
+            weights_K=part(weights, self.num_weights, torch.float32),
+            values_H=part(values, self.hidden, self.torch_dtype),
+            scales_G=part(scales, self.num_scales, self.scale_dtype),
+        )
+
+    def _offsets(self) -> tuple[int, ...]:
+        """Return where ids, weights, values and scales begin, and the record's end."""
+        sizes = (
+            4 * self.num_ids,
+            4 * self.num_weights,
+            self.hidden * self.torch_dtype.itemsize,
+            self.num_scales * self.scale_dtype.itemsize,
+        )
+        offsets = [4 if self.num_ids or self.num_weights else 0]
+        for index, size in enumerate(sizes):
+            if index >= 2:
+                offsets[-1] = _round_up(offsets[-1], _PART_BYTES)
+            offsets.append(offsets[-1] + size)
+        return *offsets[:-1], _round_up(offsets[-1], _PART_BYTES)
+
+
+def quantize_rows(x_TH: Tensor, *, round_scale: bool) -> tuple[Tensor, Tensor]:
+    """Round rows to e4m3: returns values `[T, H]` and the f32 scales `[T, H / 128]` to undo it.
+
+    scale = max(|x|, 1e-4) / 448 over 128 channels; with `round_scale` the next power of two.
+    Source: DeepEP's cast inside the low-latency dispatch.
+    """
+    groups_TGD = x_TH.float().view(len(x_TH), x_TH.shape[1] // SCALE_GROUP, SCALE_GROUP)
+    amax_TG = groups_TGD.abs().amax(dim=-1).clamp(min=LEAST_AMAX)
+    scales_TG = amax_TG / E4M3_MAX
+    factor_TG = E4M3_MAX / amax_TG
+    if round_scale:
+        mantissa, exponent = torch.frexp(scales_TG)
+        exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+        scales_TG = torch.ldexp(torch.ones_like(scales_TG), exponent)
+        factor_TG = 1.0 / scales_TG
+    values_TGD = groups_TGD * factor_TG[..., None]
+    return values_TGD.flatten(1).to(torch.float8_e4m3fn), scales_TG
+
+
+def dequantize_rows(values_NH: Tensor, scales_NG: Tensor) -> Tensor:
+    """Return the f32 rows `[..., H]` of e4m3 values and f32 scales `[..., H / 128]`."""
+    groups = values_NH.float().view(*scales_NG.shape, SCALE_GROUP)
+    return (groups * scales_NG[..., None]).flatten(-2)
+
+
+def exponent_bytes(scales_TG: Tensor) -> Tensor:
+    """Return the exponent byte of each f32 power of two (UE8M0), uint8."""
+    return ((scales_TG.view(torch.int32) >> 23) & 0xFF).to(torch.uint8)
+
+
+def raw(values: Tensor) -> Tensor:
+    """Return e4m3 as bytes, for the indexing that torch lacks; other dtypes as they are."""
+    return values.view(torch.uint8) if values.dtype is torch.float8_e4m3fn else values
+
+
+def gather_rows(rows_SH: Tensor, index_N: Tensor, out_NH: Tensor) -> None:
+    """Copy rows `index_N` of `rows_SH` to `out_NH`, converting the dtype if they differ.
+
+    Both may be strided views with contiguous rows: then each row is one memory copy.
+    """
+    source, target = raw(rows_SH), raw(out_NH)
+    if source.dtype == target.dtype:
+        torch.index_select(source, 0, index_N, out=target)
+    else:
+        target.copy_(source.index_select(0, index_N))
+
+
+def weighted_sum(rows_SH: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return sum_k weights[t, k] * rows[row[t, k]], f32 `[T, H]`, added in k order; -1 is skipped.
+
+    The same operations in the same order as `Kernels.experts` sums, so the bits are the same too.
+    """
+    sum_TH = torch.zeros(len(row_TK), rows_SH.shape[1])
+    for k in range(row_TK.shape[1]):
+        row_T = row_TK[:, k]
+        is_absent_T = row_T < 0
+        if bool(is_absent_T.all()):
+            continue
+        y_TH = rows_SH.index_select(0, row_T.clamp(min=0)).float()
+        y_TH.mul_(weights_TK[:, k, None])
+        if bool(is_absent_T.any()):
+            y_TH.masked_fill_(is_absent_T[:, None], 0.0)
+        sum_TH.add_(y_TH)
+    return sum_TH
+
+
+class Outbox:
+    """Sends blocks of records: data, then a fence, then the signal.
+
+    Where plain stores reach the peer, records are written straight into its heap; elsewhere into
+    this rank's staging region, and put from there.
+    """
+
+    def __init__(self, group: Group, staging: Region) -> None:
+        self._transport = group.transport
+        self._staging = staging
+        self._used_bytes = 0
+        self.sent_bytes_R = torch.zeros(group.num_ranks, dtype=torch.int64)
+        """Data sent to each rank since the start, signals not counted."""
+
+    def begin(self) -> None:
+        """Start a phase: the staging region can be used again when all puts are complete."""
+        self._transport.quiet()
+        self._used_bytes = 0
+
+    def open(self, rank: int, offset: int, num_bytes: int) -> Tensor:
+        """Return where to write `num_bytes` that go to `offset` of the heap of `rank`."""
+        self.sent_bytes_R[rank] += num_bytes
+        peer = self._transport.peer_view(rank)
+        if peer is not None:
+            return peer[offset : offset + num_bytes]
+        start = self._used_bytes
+        self._used_bytes = _round_up(start + num_bytes, ALIGNMENT_BYTES)
+        assert self._used_bytes <= self._staging.num_bytes, (self._used_bytes, self._staging)
+        return self._staging.view(self._transport.heap)[start : start + num_bytes]
+
+    def send(
+        self, rank: int, offset: int, block: Tensor, word: int, epoch: int, count: int
+    ) -> None:
+        """Send a block that `open` returned, and then the signal (epoch, count) for it."""
+        if self._transport.peer_view(rank) is None and block.numel():
+            self._transport.put_nbi(offset, block, rank)
+        self._transport.fence(rank)
+        self._transport.signal_op(word, signal_value(epoch, count), rank)
+
+
+def staging_bytes(blocks: Sequence[int]) -> int:
+    """Return the size of a staging region for blocks of these sizes."""
+    return sum(_round_up(size, ALIGNMENT_BYTES) for size in blocks)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,117 @@
+"""Ranks of one machine over shared memory: each heap is a memfd that every rank maps.
+
+The launcher makes the memfds (`create_heaps`) and the ranks inherit them, so that nothing has a
+name and nothing is left behind when ranks or launcher are killed. Pages are taken when they are
+first written.
+
+Stores become visible in their order on x86-64, so a fence needs no instruction there; other
+machines are refused rather than trusted.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from whalepod.ep_comm.transport.interface import SignalWait, Topology, barrier_by_signals
+
+SPIN_POLLS = 200
+YIELD_POLLS = 200
+SLEEP_SECONDS = 20e-6
+"""A wait polls, then gives its time slice away, then sleeps. (8 ranks on 2 cores: a pure spin took
+46 ms in the median, with yields 1.1 ms.)"""
+
+_STORES_IN_ORDER = ("x86_64", "AMD64")
+
+
+def create_heaps(num_ranks: int, heap_bytes: int) -> list[int]:
+    """Create one zeroed heap per rank; returns file descriptors for the ranks to inherit.
+
+    Descriptors close on exec: pass them with `subprocess`'s `pass_fds`, or fork.
+    """
+    descriptors = []
+    for rank in range(num_ranks):
+        descriptor = os.memfd_create(f"whalepod-heap-{rank}", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, heap_bytes)
+        descriptors.append(descriptor)
+    return descriptors
+
+
+class ShmTransport:
+    """One rank of a machine. The caller keeps (and closes) the descriptors."""
+
+    def __init__(
+        self, rank: int, descriptors: Sequence[int], *, ranks_per_node: int | None = None
+    ) -> None:
+        if platform.machine() not in _STORES_IN_ORDER:
+            raise RuntimeError(
+                f"shared memory between ranks relies on the store order of x86-64, "
+                f"this machine is {platform.machine()}: use --ep 1"
+            )
+        self.rank = rank
+        self.topology = Topology(len(descriptors), ranks_per_node or len(descriptors))
+        self._maps = [mmap.mmap(fd, os.fstat(fd).st_size) for fd in descriptors]
+        self._heaps = [torch.frombuffer(m, dtype=torch.uint8) for m in self._maps]
+        self._words = [heap.view(torch.int64).numpy() for heap in self._heaps]
+        self._num_barriers = 0
+
+    @property
+    def heap(self) -> Tensor:
+        return self._heaps[self.rank]
+
+    def now_ms(self) -> float:
+        return time.monotonic() * 1e3
+
+    def put_nbi(self, offset: int, source: Tensor, rank: int) -> None:
+        self._heaps[rank][offset : offset + source.numel()] = source
+
+    def put_signal_nbi(
+        self, offset: int, source: Tensor, signal_offset: int, value: int, rank: int
+    ) -> None:
+        self.put_nbi(offset, source, rank)
+        self.signal_op(signal_offset, value, rank)
+
+    def signal_op(self, signal_offset: int, value: int, rank: int) -> None:
+        self._words[rank][signal_offset // 8] = value
+
+    def signal_fetch(self, signal_offset: int) -> int:
+        return int(self._words[self.rank][signal_offset // 8])
+
+    def signal_wait(self, signal_offset: int, at_least: int, deadline_ms: float) -> SignalWait:
+        words, index = self._words[self.rank], signal_offset // 8
+        num_polls = 0
+        while words[index] < at_least:
+            num_polls += 1
+            if num_polls <= SPIN_POLLS:
+                continue
+            if self.now_ms() >= deadline_ms:
+                value = int(words[index])
+                return SignalWait(value >= at_least, value)
+            if num_polls <= SPIN_POLLS + YIELD_POLLS:
+                os.sched_yield()
+            else:
+                time.sleep(SLEEP_SECONDS)
+        return SignalWait(True, int(words[index]))
+
+    def fence(self, rank: int) -> None:
+        """Do nothing: see the module's docstring."""
+
+    def quiet(self) -> None:
+        """Do nothing: puts are plain stores."""
+
+    def barrier(self, deadline_ms: float) -> tuple[int, ...]:
+        self._num_barriers += 1
+        return barrier_by_signals(self, self._num_barriers, deadline_ms)
+
+    def peer_view(self, rank: int) -> Tensor | None:
+        return self._heaps[rank]
+
+    def close(self) -> None:
+        """Unmap the heaps as soon as no tensor refers to them any more."""
+        self._words, self._heaps, self._maps = [], [], []
