@@ -153,14 +153,20 @@ def _environment(num_threads: int) -> dict[str, str]:
     """Return the environment of an engine: the caller's modules, and its own thread pools.
 
     The pools read their sizes when they are imported, so they are set before the process starts.
+    Threads that wait sleep instead of spinning: the gateway, and whoever else shares the cores,
+    would otherwise hold up every parallel region for a scheduler quantum.
     """
     threads = str(num_threads or available_cores())
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "NUMBA_NUM_THREADS": threads,
-    }
+    return (
+        {"OMP_WAIT_POLICY": "passive"}
+        | os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "NUMBA_NUM_THREADS": threads,
+        }
+    )
 
 
 def available_cores() -> int:
