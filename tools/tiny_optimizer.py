@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class MasterOptimizer:
@@ -41,16 +41,22 @@ class MasterOptimizer:
                 parameter.grad = None
         return norm
 
-    def state(self) -> dict[str, Any]:
-        """Collect tensors that a resumed run needs."""
-        return {"masters": self.masters, "adamw": self._adamw.state_dict()}
+    def state(self) -> dict[str, Tensor]:
+        """Collect tensors that a resumed run needs, under flat names."""
+        tensors = {}
+        for i, master in enumerate(self.masters):
+            tensors[f"{i}.master"] = master
+            for name, value in self._adamw.state[master].items():
+                tensors[f"{i}.{name}"] = value
+        return tensors
 
     @torch.no_grad()
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:
         """Take up a state that `state` gave, weights included."""
-        self._adamw.load_state_dict(state["adamw"])
-        for parameter, master, stored in zip(
-            self.parameters, self.masters, state["masters"], strict=True
-        ):
-            master.copy_(stored)
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            own = {
+                name.partition(".")[2]: t for name, t in state.items() if name.startswith(f"{i}.")
+            }
+            master.copy_(own.pop("master"))
             parameter.copy_(master)
+            self._adamw.state[master] = own

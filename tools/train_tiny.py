@@ -18,6 +18,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -33,6 +34,7 @@ from whalepod.tools.tiny_model import (
 from whalepod.tools.tiny_optimizer import MasterOptimizer
 
 _FOLDER = Path(__file__).parents[1] / "models" / "tiny"
+STATE_TENSORS, STATE_COUNTERS = "state.safetensors", "state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,22 +227,27 @@ class Trainer:
         return spent / (self.config.minutes * 60)
 
     def _load(self) -> None:
-        state = torch.load(self.config.out / "state.pt", weights_only=True)
-        self.optimizer.load(state["optimizer"])
-        self.step, self.num_tokens = state["step"], state["num_tokens"]
-        self.seconds_before = state["seconds"]
-        for moe, bias in zip(self.model.moe_layers(), state["bias"], strict=True):
-            moe.gate.e_score_correction_bias.copy_(bias)
+        tensors = load_file(self.config.out / STATE_TENSORS)
+        counters = json.loads((self.config.out / STATE_COUNTERS).read_text(encoding="utf-8"))
+        self.step, self.num_tokens = counters["step"], counters["num_tokens"]
+        self.seconds_before = counters["seconds"]
+        for i, moe in enumerate(self.model.moe_layers()):
+            moe.gate.e_score_correction_bias.copy_(tensors.pop(f"bias.{i}"))
+        self.optimizer.load(tensors)
 
     def _save(self) -> None:
         save_checkpoint(self.model, self.config.out / "checkpoint")
-        bias = [moe.gate.e_score_correction_bias for moe in self.model.moe_layers()]
-        state = {"optimizer": self.optimizer.state(), "step": self.step, "bias": bias}
-        state |= {
+        biases = {
+            f"bias.{i}": moe.gate.e_score_correction_bias
+            for i, moe in enumerate(self.model.moe_layers())
+        }
+        save_file(self.optimizer.state() | biases, self.config.out / STATE_TENSORS)
+        counters = {
+            "step": self.step,
             "num_tokens": self.num_tokens,
             "seconds": self.share_done * self.config.minutes * 60,
         }
-        torch.save(state, self.config.out / "state.pt")
+        (self.config.out / STATE_COUNTERS).write_text(json.dumps(counters), encoding="utf-8")
 
     def log(self, record: dict[str, object]) -> None:
         minutes = round(self.share_done * self.config.minutes, 1)
@@ -331,7 +338,7 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
         ("minutes_per_check", 10.0),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    parser.add_argument("--resume", action="store_true", help="go on from OUT/state.pt")
+    parser.add_argument("--resume", action="store_true", help="go on from OUT/state.safetensors")
     return TrainConfig(**vars(parser.parse_args(arguments)))
 
 
