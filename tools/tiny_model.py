@@ -17,6 +17,7 @@ from transformers import AttentionInterface, DeepseekV3Config, DeepseekV3ForCaus
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
+from whalepod.tools.tiny_init import start_with_copying
 from whalepod.tools.tiny_tokenizer import VOCAB_SIZE
 
 NUM_LAYERS = 4
@@ -201,6 +202,7 @@ class TinyModel(nn.Module):
         self.trunk = DeepseekV3ForCausalLM(config)
         self.mtp = MtpLayer(config)
         self._init_mtp(config.initializer_range)
+        start_with_copying(self.trunk)
         for module in self.modules():
             if isinstance(module, deepseek.DeepseekV3RMSNorm):
                 module.forward = partial(_norm, loops, module)  # type: ignore[method-assign]

@@ -43,9 +43,7 @@ class TrainConfig:
 
     out: Annotated[Path, "folder for the checkpoint, the log and the state to resume from"]
     tokenizer: Annotated[Path, "folder with tokenizer and chat template"] = _FOLDER
-    minutes: Annotated[float, "length of the first phase; the learning rate follows the clock"] = (
-        65.0
-    )
+    minutes: Annotated[float, "CPU minutes of the first phase; the rate follows them"] = 65.0
     mtp_minutes: Annotated[float, "length of the second phase, writing the text not counted"] = 8.0
     num_own_texts: Annotated[int, "conversations that the trunk answers for the second phase"] = (
         1_500
@@ -218,12 +216,15 @@ class Trainer:
         self.mean = Means()
         if config.resume:
             self._load()
-        self.started = time.monotonic()
+        self.started = time.process_time()
 
     @property
     def share_done(self) -> float:
-        """How much of the first phase is over, by the time spent in all runs together."""
-        spent = self.seconds_before + time.monotonic() - self.started
+        """How much of the first phase is over, by the CPU time spent in all runs together.
+
+        CPU time: a busy machine or a pause then costs patience and no training.
+        """
+        spent = self.seconds_before + time.process_time() - self.started
         return spent / (self.config.minutes * 60)
 
     def _load(self) -> None:

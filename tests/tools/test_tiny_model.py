@@ -38,7 +38,7 @@ def test_fast_paths_give_transformers_hidden(model: tiny_model.TinyModel) -> Non
     model.trunk.set_attn_implementation("tiny_causal")
     model.trunk.set_experts_implementation("tiny_padded")
 
-    assert float((fast - plain).abs().max()) < 1e-5 * float(plain.abs().max())
+    assert float((fast - plain).abs().max()) < 1e-4 * float(plain.abs().max())
 
 
 @torch.no_grad()
@@ -94,6 +94,22 @@ def test_balance_raises_the_bias_of_idle_experts(model: tiny_model.TinyModel) ->
 
     change = moe.gate.e_score_correction_bias - before
     assert torch.allclose(change, torch.tensor([-0.5, 0.5] + [0.0] * 14), atol=1e-6)
+
+
+@torch.no_grad()
+def test_an_untrained_model_already_looks_where_copying_needs_it() -> None:
+    torch.manual_seed(0)
+    trunk = tiny_model.TinyModel().trunk
+    trunk.set_attn_implementation("eager")
+    text = torch.randint(20, 1536, (40,))
+    ids = torch.cat([text, text]).unsqueeze(0)
+    back, match = trunk.model(ids, output_attentions=True, use_cache=False).attentions[:2]
+
+    row = torch.arange(3, 80)
+    for head in range(3):
+        assert float(back[0, head, row, row - head - 1].mean()) > 0.7
+    repeat = torch.arange(42, 79)  # at the second "t", look at what followed the first
+    assert float(match[0, 1, repeat, repeat - 39].mean()) > 0.5
 
 
 def test_optimizer_lowers_the_loss_and_skips_frozen_weights() -> None:
