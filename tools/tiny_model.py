@@ -293,6 +293,12 @@ def save_checkpoint(model: TinyModel, folder: Path) -> None:
 def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> TinyModel:
     """Read a checkpoint folder into a new model. Raises when a tensor is missing or unknown."""
     stored = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if changed := sorted(key for key in CONFIG if config.get(key) != CONFIG[key]):
+        raise ValueError(
+            f"{folder} was trained with other sizes ({', '.join(changed)}): serve it and score it "
+            "through --url"
+        )
     model = TinyModel()
     wanted = dict.fromkeys(checkpoint_tensors(model))
     if stored.keys() != wanted.keys():
