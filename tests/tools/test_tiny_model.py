@@ -79,8 +79,13 @@ def test_a_missing_tensor_is_named(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
+    config = (folder / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
 
     with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        tiny_model.load_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(config.replace('"hidden_size": 256', '"hidden_size": 64'))
+    with pytest.raises(ValueError, match="other sizes \\(hidden_size\\)"):
         tiny_model.load_checkpoint(tmp_path)
 
 
