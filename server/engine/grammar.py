@@ -60,7 +60,11 @@ class GrammarState:
             for token_id in before:
                 if not begun:
                     begun = token_id == self._starts_after
-                elif self._stops_V[token_id] or not self._matcher.consume(token_id):
+                elif self._stops_V[token_id]:
+                    # with ignore_eos the text goes on behind it, and `observe` skips it, too
+                    if not self._allowed_next()[token_id]:
+                        return None
+                elif not self._matcher.consume(token_id):
                     return None
                 else:
                     num_consumed += 1

@@ -109,6 +109,18 @@ def test_b049_behind_a_draft_that_is_forbidden_nothing_is_asked(
     assert allowed(state.allowed()) == [b]
 
 
+def test_behind_an_ignored_end_only_the_end_may_come(
+    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+) -> None:
+    """With ignore_eos a right draft may be the end, and the text goes on behind it."""
+    state, (a, b) = new_state(compiler, "ab"), ids(tokenizer, "ab")
+
+    assert allowed(state.allowed([a, b, EOS])) == [EOS]
+    assert allowed(state.allowed([a, b, EOS, EOS])) == [EOS]
+    state.observe(NUM_PROMPT_TOKENS, [a, b, EOS])
+    assert allowed(state.allowed([EOS])) == [EOS]
+
+
 def test_item_39_the_grammar_begins_at_any_draft_position(
     tokenizer: Tokenizer, compiler: LlguidanceCompiler
 ) -> None:
