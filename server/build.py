@@ -21,7 +21,7 @@ from whalepod.models.cache import LatentCache
 from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
-from whalepod.models.source import SourceError, resolve_model
+from whalepod.models.source import EMBEDDED_MODEL, SourceError, resolve_model
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
@@ -49,7 +49,6 @@ from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
 from whalepod.server.structured.interface import Compiler
 
-EMBEDDED_MODEL = "tiny"
 SHARE_OF_FREE_MEMORY = 0.5
 """What the cache may take of the memory that is free once the weights are loaded."""
 DEFAULT_CACHE_BYTES = 4 << 30
