@@ -59,7 +59,7 @@ class TrainConfig:
     mtp_start: Annotated[float, "share of the first phase after which the MTP layer joins"] = 0.5
     balance_rate: float = 1e-3
     seed: int = 0
-    minutes_per_check: Annotated[float, "pause between snapshots with a small dev set"] = 10.0
+    minutes_per_snapshot: Annotated[float, "pause between snapshots, for tiny_eval to score"] = 5.0
     num_threads: int = 1
     resume: bool = False
 
@@ -262,13 +262,13 @@ class Trainer:
     def train_together(self) -> None:
         """First phase: trunk and MTP layer from generated text."""
         config = self.config
-        stream, last_check = self._stream(), time.monotonic()
+        stream, last_snapshot = self._stream(), time.monotonic()
         while self.share_done < 1.0:
             self._step_together(stream)
-            if time.monotonic() - last_check > config.minutes_per_check * 60:
-                self.check()
-                stream, last_check = self._stream(), time.monotonic()
-        self.check()
+            if time.monotonic() - last_snapshot > config.minutes_per_snapshot * 60:
+                self._save()
+                stream, last_snapshot = self._stream(), time.monotonic()
+        self._save()
 
     def _stream(self) -> Iterator[Batch]:
         batches = Batches(self.config, self.tokenizer, self.config.seed + self.step)
@@ -316,15 +316,6 @@ class Trainer:
                 self.log(self.mean.take())
         self._save()
 
-    def check(self) -> None:
-        """Save, and score a fifth of the dev prompts."""
-        self._save()
-        prompts = mixture.held_out("dev", 0.2)
-        started = time.monotonic()
-        answers = tiny_eval.greedy(self.model, self.tokenizer, prompts)
-        shares = tiny_eval.summary(prompts, answers)
-        self.log({"dev": shares, "seconds": round(time.monotonic() - started)})
-
 
 def parse(arguments: list[str] | None = None) -> TrainConfig:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -336,7 +327,7 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
         ("num_threads", 1),
         ("seed", 0),
         ("learning_rate", 2e-3),
-        ("minutes_per_check", 10.0),
+        ("minutes_per_snapshot", 5.0),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--resume", action="store_true", help="go on from OUT/state.safetensors")
