@@ -16,6 +16,9 @@ from whalepod.models.moe import GatedMlp, MixtureOfExperts
 from whalepod.models.rope import build_rope_table
 from whalepod.models.weights import Weights
 
+MAX_REPEATED_TOKENS = 64
+"""Steps of up to so many tokens are recorded and repeated: decode, not prefill."""
+
 
 class DeepseekV3:
     """A loaded model. It owns its weights, not the cache.
@@ -37,6 +40,8 @@ class DeepseekV3:
     ) -> None:
         self.config = config
         self._kernels = kernels
+        self._is_whole = experts is None
+        """Whether a forward pass stays within `Kernels`: experts of other ranks do not."""
         self._absorbed_max_query_tokens = absorbed_max_query_tokens
         embedding_shape = (config.vocab_size, config.hidden_size)
         self.embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
@@ -63,7 +68,14 @@ class DeepseekV3:
         `logits` and the multi-token-prediction module take.
         """
         plan = plan_attention(batch, self._absorbed_max_query_tokens)
-        residual_TH = self.embedding_VH[batch.token_ids_T]
+        is_plain = plan.absorbed is not None and plan.absorbed.tokens_T is None
+        if not (is_plain and self._is_whole and len(batch.token_ids_T) <= MAX_REPEATED_TOKENS):
+            return self._compute(batch, plan, cache)
+        key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
+        return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, plan, cache))
+
+    def _compute(self, batch: ForwardBatch, plan: AttentionPlan, cache: LatentCache) -> Tensor:
+        residual_TH = self._kernels.embed(batch.token_ids_T, self.embedding_VH)
         x_TH = self._kernels.rms_norm(
             residual_TH, self._layers[0].input_norm_H, self.config.rms_norm_eps
         )

@@ -151,11 +151,7 @@ class LatentAttention:
         """Store the tokens' latent rows, then attend: `[T, H]` -> `[T, H]`, model dtype."""
         q_TND, kv_TC = self._project(x_TH)
         self._write(kv_TC, batch.positions_T, batch.slots_T, cache_PBC, cos_sin_SD)
-        q_nope_TND, q_rope_TND = torch.split(
-            q_TND, [self._config.qk_nope_head_dim, self._config.qk_rope_head_dim], dim=-1
-        )
-        q_rope_TND = self._kernels.rope(q_rope_TND, batch.positions_T, cos_sin_SD)
-        o_TNV = self._attend(q_nope_TND, q_rope_TND, plan, cache_PBC)
+        o_TNV = self._attend(q_TND, batch.positions_T, plan, cache_PBC, cos_sin_SD)
         return self._kernels.linear(o_TNV.flatten(1), self._o)
 
     def write_rows(
@@ -168,7 +164,7 @@ class LatentAttention:
     ) -> None:
         """Store the tokens' latent rows only: what a layer needs whose output nobody reads."""
         kv_TC = self._kernels.linear(x_TH, self._q_and_kv_a)[:, -self._config.cache_row_width :]
-        self._write(kv_TC.contiguous(), positions_T, slots_T, cache_PBC, cos_sin_SD)
+        self._write(kv_TC, positions_T, slots_T, cache_PBC, cos_sin_SD)
 
     def _write(
         self,
@@ -188,39 +184,43 @@ class LatentAttention:
         both = self._kernels.linear(x_TH, self._q_and_kv_a)
         q, kv_TC = torch.split(both, [both.shape[1] - c.cache_row_width, c.cache_row_width], dim=1)
         if c.q_lora_rank is not None:
-            q = self._kernels.rms_norm(q.contiguous(), self._q_norm, LATENT_NORM_EPS)
+            q = self._kernels.rms_norm(q, self._q_norm, LATENT_NORM_EPS)
             q = self._kernels.linear(q, self._q_b)
-        return torch.unflatten(q, 1, (c.num_heads, c.qk_head_dim)), kv_TC.contiguous()
+        return torch.unflatten(q, 1, (c.num_heads, c.qk_head_dim)), kv_TC
 
     def _attend(
-        self, q_nope_TND: Tensor, q_rope_TND: Tensor, plan: AttentionPlan, cache_PBC: Tensor
+        self,
+        q_TND: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
     ) -> Tensor:
         absorbed = plan.absorbed
         if absorbed is not None and absorbed.tokens_T is None:
-            return self._absorbed(q_nope_TND, q_rope_TND, absorbed, plan.first_key, cache_PBC)
-        o_TNV = q_rope_TND.new_empty(*q_rope_TND.shape[:2], self._config.v_head_dim)
+            q_TNC = self._kernels.absorb_queries(q_TND, self._w_uk, positions_T, cos_sin_SD)
+            return self._absorbed(q_TNC, absorbed, plan.first_key, cache_PBC)
+        o_TNV = q_TND.new_empty(*q_TND.shape[:2], self._config.v_head_dim)
         if absorbed is not None:
             tokens_T = absorbed.tokens_T
-            o_TNV[tokens_T] = self._absorbed(
-                q_nope_TND[tokens_T], q_rope_TND[tokens_T], absorbed, plan.first_key, cache_PBC
+            q_TNC = self._kernels.absorb_queries(
+                q_TND[tokens_T], self._w_uk, positions_T[tokens_T], cos_sin_SD
             )
+            o_TNV[tokens_T] = self._absorbed(q_TNC, absorbed, plan.first_key, cache_PBC)
+        nope = self._config.qk_nope_head_dim
         for request in plan.expanded:
-            q_TND = torch.cat([q_nope_TND[request.tokens], q_rope_TND[request.tokens]], dim=-1)
-            o_TNV[request.tokens] = self._expanded(q_TND, request.context_slots_S, cache_PBC)
+            q_nope, q_rope = q_TND[request.tokens, :, :nope], q_TND[request.tokens, :, nope:]
+            q_rope = self._kernels.rope(q_rope, positions_T[request.tokens], cos_sin_SD)
+            q = torch.cat([q_nope, q_rope], dim=-1)
+            o_TNV[request.tokens] = self._expanded(q, request.context_slots_S, cache_PBC)
         return o_TNV
 
     def _absorbed(
-        self,
-        q_nope_TND: Tensor,
-        q_rope_TND: Tensor,
-        requests: AbsorbedRequests,
-        first_key: int,
-        cache_PBC: Tensor,
+        self, q_TNC: Tensor, requests: AbsorbedRequests, first_key: int, cache_PBC: Tensor
     ) -> Tensor:
         """Attend in the latent space: (q W_UK) K^T, then (softmax V) W_UV."""
-        q_latent_TNR = self._kernels.heads(q_nope_TND, self._w_uk)
         o_TNR, _ = self._kernels.mla_attention(
-            torch.cat([q_latent_TNR, q_rope_TND], dim=-1),
+            q_TNC,
             cache_PBC,
             requests.query_start_B1,
             requests.context_lens_B,

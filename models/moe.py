@@ -22,12 +22,10 @@ class GatedMlp:
         gate = weights.take(f"{prefix}.gate_proj.weight", (intermediate, hidden))
         up = weights.take(f"{prefix}.up_proj.weight", (intermediate, hidden))
         down = weights.take(f"{prefix}.down_proj.weight", (hidden, intermediate))
-        self._gate_up = kernels.pack_linear(torch.cat([gate, up]))
-        self._down = kernels.pack_linear(down)
+        self._packed = kernels.pack_gated_mlp(torch.cat([gate, up]), down)
 
-    def __call__(self, x_TH: Tensor) -> Tensor:
-        inner_TI = self._kernels.swiglu(self._kernels.linear(x_TH, self._gate_up))
-        return self._kernels.linear(inner_TI, self._down)
+    def __call__(self, x_TH: Tensor, add_to_TH: Tensor | None = None) -> Tensor:
+        return self._kernels.gated_mlp(x_TH, self._packed, add_to_TH)
 
 
 class MixtureOfExperts:
@@ -45,7 +43,7 @@ class MixtureOfExperts:
         self._kernels = kernels
         self._gate = gate
         num_experts, hidden = gate.num_experts, config.hidden_size
-        self._router = kernels.pack_linear(
+        self._router = kernels.pack_router(
             weights.take(f"{prefix}.gate.weight", (num_experts, hidden), torch.float32)
         )
         self._bias_E = (
@@ -69,10 +67,9 @@ class MixtureOfExperts:
         self._routed: RoutedExperts = LocalExperts(kernels, packed, experts, num_experts)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
-        logits_TE = self._kernels.linear_f32(x_TH.float(), self._router)
-        ids_TK, weights_TK = self._kernels.gate(logits_TE, self._bias_E, self._gate)
+        ids_TK, weights_TK = self._kernels.route(x_TH, self._router, self._bias_E, self._gate)
         y_TH = self._routed(x_TH, ids_TK, weights_TK)
-        return y_TH if self._shared is None else y_TH + self._shared(x_TH)
+        return y_TH if self._shared is None else self._shared(x_TH, add_to_TH=y_TH)
 
 
 def _leave_others(num_experts: int, weights: Weights, prefix: str, owned: range) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
-from whalepod.kernels.invariant import InvariantKernels
 from whalepod.kernels.reference import ReferenceKernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.canary import NotInvariantError, canary
@@ -188,14 +187,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def choose_kernels(device: DeviceConfig, dtype: torch.dtype) -> Kernels:
-    """Return the operations of the device, compiled; batch-invariant mode has its own."""
+    """Return the operations of the device, compiled."""
     if device.device != "cpu":
         raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
-    if device.batch_invariant:
-        return InvariantKernels()
-    if device.kernels == "reference":
+    if device.kernels == "reference" and not device.batch_invariant:
         return ReferenceKernels()
-    kernels = CpuKernels(num_threads=device.num_threads or None)
+    kernels = CpuKernels(
+        num_threads=device.num_threads or None, is_invariant=device.batch_invariant
+    )
     kernels.warm_up(dtype, _compile_progress())
     return kernels
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from whalepod.kernels.cpu import INVARIANT_LIMITS, CpuKernels, dense, simd
+from whalepod.kernels.cpu import CpuKernels, dense, experts, simd, tiles
 from whalepod.kernels.cpu.regions import Region, compile_function
 from whalepod.kernels.interface import GateConfig
 
@@ -22,11 +22,11 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not simd.target_has("avx512bf16"), reason="needs AVX512-BF16")
-@pytest.mark.parametrize("region", [dense.LINEAR, dense.HEADS])
+@pytest.mark.parametrize("region", [dense.LINEAR, experts.EXPERTS])
 def test_bfloat16_products_use_vdpbf16ps(region: Region) -> None:
     assembly = compile_function(region, torch.bfloat16, is_cached=False).assembly()
     assert assembly.count("vdpbf16ps") >= 16
-    assert "tdpbf16ps" not in assembly  # AMX
+    assert ("tdpbf16ps" in assembly) == tiles.HAS_TILES
 
 
 PARITY_ON_AN_OLDER_CPU = """
@@ -62,7 +62,7 @@ def test_parity_holds_for_a_cpu_without_avx512(tmp_path: os.PathLike[str]) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_threads: int) -> None:
-    kernels = CpuKernels(num_threads=num_threads, limits=INVARIANT_LIMITS)
+    kernels = CpuKernels(num_threads=num_threads, is_invariant=True)
     x = random(40, 300, dtype=dtype, seed=1)
     linear = kernels.pack_linear(random(70, 300, dtype=dtype))
     heads = [

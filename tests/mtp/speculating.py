@@ -11,7 +11,7 @@ from transformers.modeling_layers import MtpModel
 
 from tests.models.oracle import make_model, make_oracle
 from tests.mtp.test_module import MtpOracleWeights, make_mtp_oracle
-from whalepod.kernels.invariant import InvariantKernels
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.mtp.depth import Depth, FixedDepth
@@ -59,8 +59,8 @@ def make_models() -> Models:
         hidden = oracle.config.hidden_size
         identity = torch.eye(hidden)
         mtp_oracle.layers[0].eh_proj.weight.copy_(torch.cat([identity, 0.1 * identity], dim=1))
-    model = make_model(oracle, InvariantKernels())
-    module = MtpModule(model, MtpOracleWeights(oracle, mtp_oracle), InvariantKernels())
+    model = make_model(oracle, CpuKernels(is_invariant=True))
+    module = MtpModule(model, MtpOracleWeights(oracle, mtp_oracle), CpuKernels(is_invariant=True))
     return Models(oracle, mtp_oracle, model, module)
 
 
@@ -108,7 +108,7 @@ def make_engine(settings: Settings) -> EngineCore:
         max_rows=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
     )
-    sampler = Sampler(InvariantKernels(), by_rejection=settings.by_rejection)
+    sampler = Sampler(CpuKernels(is_invariant=True), by_rejection=settings.by_rejection)
     hidden_size = models.model.config.hidden_size
     drafter = Drafter(models.module, cache, batches, hidden_size=hidden_size)
     scheduler = Scheduler(
