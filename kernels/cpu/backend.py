@@ -47,6 +47,8 @@ class CpuKernels:
     is_invariant  a row's bits depend on the row alone, whatever the batch, the chunks, the threads
     """
 
+    REGIONS: tuple[Region, ...] = MODEL_REGIONS
+
     def __init__(self, *, num_threads: int | None = None, is_invariant: bool = False) -> None:
         self.name = "cpu, batch-invariant" if is_invariant else "cpu"
         self._is_invariant = is_invariant
@@ -59,7 +61,7 @@ class CpuKernels:
 
     def warm_up(self, dtype: torch.dtype, progress: Callable[[int, int], None]) -> None:
         """Compile all regions for a model dtype; `progress(done, all)` is called along the way."""
-        regions = {(region, dtype): None for region in MODEL_REGIONS}
+        regions = {(region, dtype): None for region in self.REGIONS}
         regions |= {(region, torch.float32): None for region in F32_REGIONS}
         self._team.compile(list(regions), progress)
 
@@ -97,7 +99,7 @@ class CpuKernels:
         return self._packer.linear(weight_NK.unsqueeze(0))
 
     def linear(self, x_TK: Tensor, weight: PackedLinear) -> Tensor:
-        out_TN = self._new((x_TK.shape[0], weight.num_columns), weight.dtype)
+        out_TN = self._new((x_TK.shape[0], weight.num_columns), x_TK.dtype)
         self._linear(x_TK.unsqueeze(1), weight, out_TN.unsqueeze(1))
         return out_TN
 
@@ -123,7 +125,7 @@ class CpuKernels:
         groups_per_item = _BLOCK_GROUPS if num_rows < 64 else 4 * _BLOCK_GROUPS
         num_items = weight.num_weights * -(-weight.num_groups // groups_per_item)
         self._run(
-            dense.LINEAR, weight.dtype, num_items * -(-num_rows // dense.ROWS_PER_ITEM),
+            dense.LINEAR, x_TLK.dtype, num_items * -(-num_rows // dense.ROWS_PER_ITEM),
             weight.num_weights, num_rows, weight.num_columns, weight.length, weight.num_groups,
             groups_per_item, x_TLK.data_ptr(), x_TLK.stride(0), x_TLK.stride(1), weight.address,
             weight.weight_stride, weight.group_stride, out_TLN.data_ptr(), out_TLN.stride(0),
@@ -296,7 +298,7 @@ class CpuKernels:
         top_k, num_groups = config.num_experts_per_token, config.num_groups
         ids_TK = self._new((num_tokens, top_k), torch.int64)
         weights_TK = self._new((num_tokens, top_k), torch.float32)
-        wide = _aligned(4 * num_tokens * (3 * num_experts + 2 * num_groups))
+        wide = aligned(4 * num_tokens * (3 * num_experts + 2 * num_groups))
         scratch = self._borrow(wide + 4 * num_wide)
         self._run(
             gate.GATE, dtype, self._team.num_threads if num_tokens else 0, num_tokens, num_experts,
@@ -319,9 +321,9 @@ class CpuKernels:
             return out_TH
         gate_up, down, num_pairs = packed.gate_up, packed.down, ids_TK.numel()
         value_bytes = x_TH.element_size()
-        gathered = _aligned(8 * (2 * num_pairs + 3 * packed.num_experts + 4))
-        inner = gathered + _aligned(value_bytes * num_pairs * packed.hidden * (num_tokens > 1))
-        y = inner + _aligned(value_bytes * num_pairs * gate_up.num_groups * 8)
+        gathered = aligned(8 * (2 * num_pairs + 3 * packed.num_experts + 4))
+        inner = gathered + aligned(value_bytes * num_pairs * packed.hidden * (num_tokens > 1))
+        y = inner + aligned(value_bytes * num_pairs * gate_up.num_groups * 8)
         scratch = self._borrow(y + 4 * 64 * num_pairs * self._team.num_threads)
         self._run(
             experts.EXPERTS, x_TH.dtype, self._team.num_threads, num_tokens, top_k,
@@ -371,10 +373,11 @@ class CpuKernels:
         if self._scratch.numel() < num_bytes + _ALIGNMENT:
             self._scratch = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
         self._programs.keep(self._scratch)
-        return _aligned(self._scratch.data_ptr())
+        return aligned(self._scratch.data_ptr())
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Return the number of bytes, rounded up to whole cache lines."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -29,7 +29,7 @@ PAIRS_PER_ITEM = 32
 
 
 @njit
-def _group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active):
+def group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active):
     """Sort the (token, k) pairs by expert; return how many experts have any.
 
     places  [T, K]       of each pair, its index in the sorted list, or -1
@@ -118,7 +118,7 @@ def _experts_region(block):
     y_address = argument(block, 21) + take(block, 4) * num_pairs * BLOCK_COLUMNS * 4
 
     if take(block, 0) == 0:
-        count = _group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active)
+        count = group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active)
         store(num_active_slot, 0, count)
         finish(block, 0)
     wait_for(block, 0, 1)

@@ -20,6 +20,7 @@ intrinsic: Any = extending.intrinsic
 
 BF16_POINTER = types.CPointer(types.uint16)
 F32_POINTER = types.CPointer(types.float32)
+U8_POINTER = types.CPointer(types.uint8)
 I64_POINTER = types.CPointer(types.int64)
 I32_POINTER = types.CPointer(types.int32)
 
@@ -173,6 +174,12 @@ def pointer_like(typingctx, pointer, address):
 def f32_pointer(typingctx, address):
     """Return an address as a pointer to f32."""
     return F32_POINTER(types.int64), _pointer_from_address(F32_POINTER)
+
+
+@intrinsic
+def u8_pointer(typingctx, address):
+    """Return an address as a pointer to bytes."""
+    return U8_POINTER(types.int64), _pointer_from_address(U8_POINTER)
 
 
 @intrinsic

@@ -20,8 +20,8 @@ from whalepod.ep_comm.modes.throughput import Throughput
 from whalepod.ep_comm.parallel import LowLatencyExperts, ThroughputExperts
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
-from whalepod.kernels.interface import BLOCK_TOKENS, Packed
 from whalepod.kernels.cpu import CpuKernels
+from whalepod.kernels.interface import BLOCK_TOKENS, Packed
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import ModelConfig, parse_config

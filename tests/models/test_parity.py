@@ -21,8 +21,8 @@ from tests.models.oracle import (
     oracle_logits,
     random_ids,
 )
-from whalepod.kernels.interface import Kernels
 from whalepod.kernels.cpu import CpuKernels
+from whalepod.kernels.interface import Kernels
 from whalepod.kernels.reference import ReferenceKernels
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000)
