@@ -62,6 +62,8 @@ class Kernels(Protocol):
 
     name: str
     """Shown to users: "reference", "cpu", "triton", ..."""
+    packed_layout: str | None
+    """Names the layout of packed weights, for files of them; None: they are kept as they were."""
 
     def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         """Return `compute()`, or do the same again without calling it.
@@ -120,6 +122,14 @@ class Kernels(Protocol):
 
         silu(gate) * up is rounded to the model dtype; a backend may keep gate and up in f32 before.
         """
+        ...
+
+    def packed_parts(self, packed: Packed) -> tuple[list[Tensor], list[list[int]]]:
+        """Return the contiguous tensors of a packed weight, and what else `unpack` needs."""
+        ...
+
+    def unpack(self, tensors: list[Tensor], sizes: list[list[int]]) -> Packed:
+        """Put together again what `packed_parts` took apart, perhaps in another process."""
         ...
 
     # -- attention -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ class ReferenceKernels:
     """`Kernels` on any device that torch knows; as slow as it is plain."""
 
     name = "reference"
+    packed_layout = None
 
     def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         return compute()
@@ -65,6 +66,12 @@ class ReferenceKernels:
         gate_up, down = packed
         y_TH = self.linear(self.swiglu(self.linear(x_TH, gate_up)), down)
         return y_TH if add_to_TH is None else add_to_TH + y_TH
+
+    def packed_parts(self, packed: Packed) -> tuple[list[Tensor], list[list[int]]]:
+        return list(packed) if isinstance(packed, tuple) else [packed], []
+
+    def unpack(self, tensors: list[Tensor], sizes: list[list[int]]) -> Packed:
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
     # -- attention -----------------------------------------------------------------------------
 

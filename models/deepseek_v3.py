@@ -40,8 +40,6 @@ class DeepseekV3:
     ) -> None:
         self.config = config
         self._kernels = kernels
-        self._is_whole = experts is None
-        """Whether a forward pass stays within `Kernels`: experts of other ranks do not."""
         self._absorbed_max_query_tokens = absorbed_max_query_tokens
         embedding_shape = (config.vocab_size, config.hidden_size)
         self.embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
@@ -51,10 +49,11 @@ class DeepseekV3:
             for index in range(config.num_layers)
         ]
         self._norm_H = weights.take("model.norm.weight", (config.hidden_size,))
-        self._head = kernels.pack_linear(
-            self.embedding_VH
-            if config.tie_word_embeddings
-            else weights.take("lm_head.weight", embedding_shape)
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self._head = weights.packed(
+            "head",
+            kernels,
+            lambda: kernels.pack_linear(weights.take(f"{head}.weight", embedding_shape)),
         )
         weights.finish()
         self.cos_sin_SD = build_rope_table(config.rope, config.qk_rope_head_dim, max_positions).to(
@@ -69,7 +68,8 @@ class DeepseekV3:
         """
         plan = plan_attention(batch, self._absorbed_max_query_tokens)
         is_plain = plan.absorbed is not None and plan.absorbed.tokens_T is None
-        if not (is_plain and self._is_whole and len(batch.token_ids_T) <= MAX_REPEATED_TOKENS):
+        is_local = all(layer.is_local for layer in self._layers)
+        if not (is_plain and is_local and len(batch.token_ids_T) <= MAX_REPEATED_TOKENS):
             return self._compute(batch, plan, cache)
         key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
         return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, plan, cache))
@@ -127,6 +127,11 @@ class DecoderLayer:
             self._mlp = GatedMlp(
                 hidden, config.intermediate_size, weights, f"{prefix}.mlp", kernels
             )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a forward pass stays within `Kernels`: that of experts elsewhere does not."""
+        return self._mlp.is_local
 
     def __call__(
         self,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from whalepod.ep_comm.interface import RoutedExperts
 from whalepod.ep_comm.local import LocalExperts
-from whalepod.kernels.interface import GateConfig, Kernels
+from whalepod.kernels.interface import GateConfig, Kernels, Packed
 from whalepod.models.config import ModelConfig
 from whalepod.models.weights import Weights
 
@@ -19,10 +19,15 @@ class GatedMlp:
         self, hidden: int, intermediate: int, weights: Weights, prefix: str, kernels: Kernels
     ) -> None:
         self._kernels = kernels
-        gate = weights.take(f"{prefix}.gate_proj.weight", (intermediate, hidden))
-        up = weights.take(f"{prefix}.up_proj.weight", (intermediate, hidden))
-        down = weights.take(f"{prefix}.down_proj.weight", (hidden, intermediate))
-        self._packed = kernels.pack_gated_mlp(torch.cat([gate, up]), down)
+
+        def pack() -> Packed:
+            gate = weights.take(f"{prefix}.gate_proj.weight", (intermediate, hidden))
+            up = weights.take(f"{prefix}.up_proj.weight", (intermediate, hidden))
+            down = weights.take(f"{prefix}.down_proj.weight", (hidden, intermediate))
+            return kernels.pack_gated_mlp(torch.cat([gate, up]), down)
+
+        self._packed = weights.packed(prefix, kernels, pack)
+        self.is_local = True
 
     def __call__(self, x_TH: Tensor, add_to_TH: Tensor | None = None) -> Tensor:
         return self._kernels.gated_mlp(x_TH, self._packed, add_to_TH)
@@ -63,8 +68,18 @@ class MixtureOfExperts:
             else None
         )
         _leave_others(num_experts, weights, prefix, experts)
-        packed = kernels.pack_experts(*_stack_experts(config, weights, prefix, experts))
+        packed = weights.packed(
+            f"{prefix}.experts",
+            kernels,
+            lambda: kernels.pack_experts(*_stack_experts(config, weights, prefix, experts)),
+            is_expert=True,
+        )
         self._routed: RoutedExperts = LocalExperts(kernels, packed, experts, num_experts)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank has all experts, and calls nothing but `Kernels`."""
+        return isinstance(self._routed, LocalExperts) and self._routed.owns_all
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         ids_TK, weights_TK = self._kernels.route(x_TH, self._router, self._bias_E, self._gate)

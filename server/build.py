@@ -13,14 +13,20 @@ from typing import BinaryIO
 
 import torch
 
-from whalepod.kernels.cpu import CpuKernels
+from whalepod.kernels.cpu import CpuKernels, Int8CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
 from whalepod.kernels.reference import ReferenceKernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
-from whalepod.models.source import EMBEDDED_MODEL, SourceError, resolve_model
+from whalepod.models.packed_files import PackedFiles, fingerprint
+from whalepod.models.source import (
+    EMBEDDED_MODEL,
+    SourceError,
+    default_cache_folder,
+    resolve_model,
+)
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
@@ -56,6 +62,8 @@ ANY_CHUNK = 2**31
 """Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
 CANARY_POSITIONS = 2 * BLOCK_TOKENS
 """The canary's text needs so many, however short the requests may be."""
+SMALLEST_KEPT_BYTES = 256 << 20
+"""Checkpoints below it are packed at each start."""
 PROGRESS_S = 2.0
 """Seconds between two lines about the weights."""
 
@@ -157,12 +165,18 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model_config = load_config(folder)
     config = replace(config, scheduler=settle_length(config.scheduler, model_config))
     dtype = _choose_dtype(source, model_config)
-    kernels = choose_kernels(config.device, dtype)
+    kernels = choose_kernels(config, dtype)
     weights: Weights
     if is_dummy:
         weights = DummyWeights(model_config, dtype=dtype, seed=source.seed)
     else:
-        weights = CheckpointWeights(folder, model_config, dtype=dtype, progress=_progress())
+        weights = CheckpointWeights(
+            folder,
+            model_config,
+            dtype=dtype,
+            progress=_progress(),
+            packed_files=_packed_files(folder, kernels, dtype),
+        )
     model = DeepseekV3(
         model_config,
         weights,
@@ -173,6 +187,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     mtp = None
     if _wants_mtp(config.speculation, model_config):
         mtp = _load_mtp(model, weights, kernels)
+    if isinstance(weights, CheckpointWeights):
+        weights.save_packed()
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
@@ -186,15 +202,27 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
 
 
-def choose_kernels(device: DeviceConfig, dtype: torch.dtype) -> Kernels:
+def _packed_files(folder: Path, kernels: Kernels, dtype: torch.dtype) -> PackedFiles | None:
+    """Return the files of packed weights; None for a model so small that packing takes no time."""
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if num_bytes < SMALLEST_KEPT_BYTES or kernels.packed_layout is None:
+        return None
+    layout = f"{kernels.packed_layout}/{dtype}"
+    parent = default_cache_folder() / "packed"
+    return PackedFiles(parent / fingerprint(folder, layout), experts="all")
+
+
+def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
     """Return the operations of the device, compiled."""
+    device, is_int8 = config.device, config.source.quantization == "int8"
     if device.device != "cpu":
         raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
     if device.kernels == "reference" and not device.batch_invariant:
+        if is_int8:
+            raise StartupError("--kernels reference has no --quantization int8: drop one of the two")
         return ReferenceKernels()
-    kernels = CpuKernels(
-        num_threads=device.num_threads or None, is_invariant=device.batch_invariant
-    )
+    kind = Int8CpuKernels if is_int8 else CpuKernels
+    kernels = kind(num_threads=device.num_threads or None, is_invariant=device.batch_invariant)
     kernels.warm_up(dtype, _compile_progress())
     return kernels
 

@@ -47,6 +47,7 @@ class CpuKernels:
     is_invariant  a row's bits depend on the row alone, whatever the batch, the chunks, the threads
     """
 
+    packed_layout: str | None = "panels-1"
     REGIONS: tuple[Region, ...] = MODEL_REGIONS
 
     def __init__(self, *, num_threads: int | None = None, is_invariant: bool = False) -> None:
@@ -161,6 +162,18 @@ class CpuKernels:
             gate_up_TJ.data_ptr(), out_TI.data_ptr(),
         )  # fmt: skip
         return out_TI
+
+    def packed_parts(
+        self, packed: PackedLinear | PackedExperts
+    ) -> tuple[list[Tensor], list[list[int]]]:
+        parts = [packed] if isinstance(packed, PackedLinear) else [packed.gate_up, packed.down]
+        return [p.tensor for p in parts], [[p.num_columns, p.length] for p in parts]
+
+    def unpack(
+        self, tensors: list[Tensor], sizes: list[list[int]]
+    ) -> PackedLinear | PackedExperts:
+        parts = [PackedLinear(t, *size) for t, size in zip(tensors, sizes, strict=True)]
+        return parts[0] if len(parts) == 1 else PackedExperts(*parts)
 
     # -- attention -----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ class Int8CpuKernels(CpuKernels):
     Embeddings, norms and the router keep their dtype. A row's bits never depend on other rows.
     """
 
+    packed_layout = "int8-1"
     REGIONS = (
         *CpuKernels.REGIONS, int8_regions.PACK_INT8, int8_regions.LINEAR_INT8,
         int8_regions.EXPERTS_INT8,
