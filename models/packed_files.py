@@ -1,9 +1,9 @@
 """Packed weights in files: made once per checkpoint, then mapped by every process of a machine.
 
-A folder per checkpoint and layout under the cache folder holds one safetensors file of dense weights
-and one of routed experts per range of experts, so that a rank maps only its own. The folder's name
-is a fingerprint of what the files were made from; a file that is broken is made again. The folders
-used last are kept.
+A folder per checkpoint and layout under the cache folder holds one safetensors file of dense
+weights and one of routed experts per range of experts, so that a rank maps only its own. The
+folder's name is a fingerprint of what the files were made from; a file that is broken is made
+again. The folders used last are kept.
 """
 
 from __future__ import annotations
@@ -119,9 +119,7 @@ class PackedFiles:
             return
         self._stored[name] = file
 
-    def _write(
-        self, name: str, made: dict[str, tuple[dict[str, Any], Sequence[Tensor]]]
-    ) -> None:
+    def _write(self, name: str, made: dict[str, tuple[dict[str, Any], Sequence[Tensor]]]) -> None:
         """Write a file beside its place and move it there: nobody sees a part of one."""
         tensors = {
             f"{entry}/{i}": tensor
@@ -138,7 +136,7 @@ class PackedFiles:
         free_bytes = shutil.disk_usage(self._folder).free
         if free_bytes < 2 * num_bytes:
             raise OSError(
-                f"{self._folder} has {free_bytes >> 20} MiB free, twice {num_bytes >> 20} are wanted"
+                f"{self._folder}: {free_bytes >> 20} MiB are free, twice {num_bytes >> 20} wanted"
             )
         with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
             try:

@@ -37,7 +37,7 @@ from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row
 from whalepod.scheduler.scheduler import Scheduler
-from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
+from whalepod.server.config import EngineConfig, ModelSource
 from whalepod.server.engine.acceptance_check import (
     builtin_prompts,
     measure_acceptance,
@@ -202,6 +202,21 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
 
 
+def load_model_for_bench(config: EngineConfig, num_positions: int) -> LoadedModel:
+    """Load a model without an engine around it, for texts of up to `num_positions` tokens.
+
+    Raises StartupError, one sentence, for what a user can mend.
+    """
+    if config.device.num_threads:
+        torch.set_num_threads(config.device.num_threads)
+    limits = replace(config.scheduler, max_model_len=num_positions)
+    off = replace(config.speculation, speculation="off")
+    try:
+        return load_model(replace(config, scheduler=limits, speculation=off))
+    except (ConfigError, SourceError, WeightsError) as error:
+        raise StartupError(str(error)) from error
+
+
 def _packed_files(folder: Path, kernels: Kernels, dtype: torch.dtype) -> PackedFiles | None:
     """Return the files of packed weights; None for a model so small that packing takes no time."""
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -219,7 +234,9 @@ def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
         raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
     if device.kernels == "reference" and not device.batch_invariant:
         if is_int8:
-            raise StartupError("--kernels reference has no --quantization int8: drop one of the two")
+            raise StartupError(
+                "--kernels reference has no --quantization int8: drop one of the two"
+            )
         return ReferenceKernels()
     kind = Int8CpuKernels if is_int8 else CpuKernels
     kernels = kind(num_threads=device.num_threads or None, is_invariant=device.batch_invariant)

@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whalepod.kernels.cpu import attention, dense, elementwise, experts, gate, packing, programs
+from whalepod.kernels.cpu import (
+    attention,
+    dense,
+    elementwise,
+    experts,
+    gate,
+    noise,
+    packing,
+    programs,
+)
 from whalepod.kernels.cpu.packed import PackedExperts, PackedLinear, Packer
 from whalepod.kernels.cpu.regions import Region, Team
 from whalepod.kernels.cpu.tiles import can_use_tiles
@@ -30,7 +39,7 @@ MODEL_REGIONS = (
 )
 """Compiled for the model dtype."""
 
-F32_REGIONS = (elementwise.GUMBEL_NOISE, packing.PACK)
+F32_REGIONS = (noise.GUMBEL_NOISE, packing.PACK)
 """Compiled for f32 whatever the model dtype."""
 
 MIN_TILE_ROWS = 4
@@ -169,9 +178,7 @@ class CpuKernels:
         parts = [packed] if isinstance(packed, PackedLinear) else [packed.gate_up, packed.down]
         return [p.tensor for p in parts], [[p.num_columns, p.length] for p in parts]
 
-    def unpack(
-        self, tensors: list[Tensor], sizes: list[list[int]]
-    ) -> PackedLinear | PackedExperts:
+    def unpack(self, tensors: list[Tensor], sizes: list[list[int]]) -> PackedLinear | PackedExperts:
         parts = [PackedLinear(t, *size) for t, size in zip(tensors, sizes, strict=True)]
         return parts[0] if len(parts) == 1 else PackedExperts(*parts)
 
@@ -375,8 +382,8 @@ class CpuKernels:
         num_rows = seeds_B.shape[0]
         out_BV = self._new((num_rows, num_tokens), torch.float32)
         self._run(
-            elementwise.GUMBEL_NOISE, torch.float32,
-            num_rows * -(-num_tokens // elementwise.TOKENS_PER_ITEM), num_rows, num_tokens,
+            noise.GUMBEL_NOISE, torch.float32,
+            num_rows * -(-num_tokens // noise.TOKENS_PER_ITEM), num_rows, num_tokens,
             seeds_B.data_ptr(), positions_B.data_ptr(), out_BV.data_ptr(),
         )  # fmt: skip
         return out_BV

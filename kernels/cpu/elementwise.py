@@ -1,8 +1,6 @@
-"""Norms, rotary embedding, SwiGLU, the cache write and the sampler's noise, a row at a time."""
+"""Embedding, norms, rotary embedding, SwiGLU and the cache write, a row at a time."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 from numba import njit
@@ -22,9 +20,6 @@ from whalepod.kernels.cpu.simd import (
 
 ROWS_PER_ITEM = 8
 """Rows that a thread takes at once."""
-
-TOKENS_PER_ITEM = 4096
-"""Vocabulary entries of noise that a thread takes at once."""
 
 
 @njit
@@ -145,36 +140,9 @@ def _write_latent_region(block):
             _rotate(advance(source, rank), row, width // 2, advance(target, rank))
 
 
-@njit
-def _splitmix64(x):
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _gumbel_region(block):
-    """Arguments: B, V, seeds, positions, out; the numbers are those of the reference."""
-    num_rows, num_tokens = argument(block, 0), argument(block, 1)
-    seeds, positions = i64_pointer(argument(block, 2)), i64_pointer(argument(block, 3))
-    out = f32_pointer(argument(block, 4))
-    per_row = -(-num_tokens // TOKENS_PER_ITEM)
-    while True:
-        item = take(block, 0)
-        if item >= num_rows * per_row:
-            return
-        row, first = item // per_row, item % per_row * TOKENS_PER_ITEM
-        start = np.uint64(load(seeds, row)) * np.uint64(0x9E3779B97F4A7C15)
-        start += np.uint64(load(positions, row)) * np.uint64(0xC2B2AE3D27D4EB4F)
-        for token in range(first, min(first + TOKENS_PER_ITEM, num_tokens)):
-            mixed = _splitmix64(start + np.uint64(token) * np.uint64(0x165667B19E3779F9))
-            u = (np.float64(np.int64(mixed >> np.uint64(12))) + 0.5) * 2.0**-52
-            store(out, row * num_tokens + token, np.float32(-math.log(-math.log(u))))
-
-
 RMS_NORM = Region(_rms_norm_region, "6qd")
 ADD_RMS_NORM = Region(_add_rms_norm_region, "7qd")
 SWIGLU = Region(_swiglu_region, "4q")
 EMBED = Region(_embed_region, "5q")
 ROPE = Region(_rope_region, "11q")
 WRITE_LATENT = Region(_write_latent_region, "10qd")
-GUMBEL_NOISE = Region(_gumbel_region, "5q")

@@ -5,9 +5,9 @@ A row is quantised by itself, so its result depends on no other row. A weight w 
 -128 sum x, with which each sum begins. Sums of 32 products are exact integers, so every machine and
 any number of rows give the same bits.
 
-Weight, per 16 columns and 64 k, 1,088 bytes: [2, 8, 16, 4] uint8 (block of 32, k / 4, column, k % 4)
-then [2, 16] f16 scales. Row, a record of 1.25 bytes per value: int8 values, f32 scales, int32 -128
-sums.
+Weight, per 16 columns and 64 k, 1,088 bytes: [2, 8, 16, 4] uint8 (block of 32, k / 4, column,
+k % 4) then [2, 16] f16 scales. Row, a record of 1.25 bytes per value: int8 values, f32 scales,
+int32 -128 sums.
 """
 
 from __future__ import annotations
@@ -191,7 +191,9 @@ def _dot_bytes(builder: Any, acc: Any, weights: Any, values: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _int8_block(typingctx, num_rows, num_groups, x, x_stride, ids, first, w, w_stride, length, sums):
+def _int8_block(
+    typingctx, num_rows, num_groups, x, x_stride, ids, first, w, w_stride, length, sums
+):
     """Set sums[r, c] for a few rows and groups, `[rows, 64]` f32.
 
     num_rows, num_groups  literal ints
@@ -244,9 +246,7 @@ def _int8_block(typingctx, num_rows, num_groups, x, x_stride, ids, first, w, w_s
                         _dot_bytes(builder, total, weight, values)
                         for total, weight in zip(totals[r], weights, strict=True)
                     ]
-            scale_at = builder.add(
-                builder.mul(step, I64(STEP_BYTES)), I64(1024 + half * 2 * GROUP)
-            )
+            scale_at = builder.add(builder.mul(step, I64(STEP_BYTES)), I64(1024 + half * 2 * GROUP))
             for g, panel in enumerate(panels):
                 weight_scale = builder.fpext(at(panel, scale_at, _vector(_F16, GROUP)), singles)
                 for r, scale in enumerate(scales):

@@ -47,7 +47,11 @@ def _pack_region(block):
     num_matrices, num_rows, length = argument(block, 0), argument(block, 1), argument(block, 2)
     source = pointer_like(block, argument(block, 3))
     matrix_stride, row_stride = argument(block, 4), argument(block, 5)
-    out, out_stride, group_stride = u8_pointer(argument(block, 6)), argument(block, 7), argument(block, 8)
+    out, out_stride, group_stride = (
+        u8_pointer(argument(block, 6)),
+        argument(block, 7),
+        argument(block, 8),
+    )
     num_groups, num_steps = -(-num_rows // GROUP), -(-length // STEP)
     while True:
         item = take(block, 0)
