@@ -17,6 +17,13 @@ _OPEN_FOLDERS = ("/docs/", "/page/")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+def given_key(scope: Scope) -> str | None:
+    """Return the key that a request shows: OpenAI's header, or Anthropic's; None without."""
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+
+
 class RequestIdMiddleware:
     """Echo a client's X-Request-Id, or make one. It names a request in logs, never inside."""
 
@@ -30,9 +37,12 @@ class RequestIdMiddleware:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
 
+        scope.setdefault("state", {})["request_id"] = request_id
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = request_id  # Anthropic's name
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -47,8 +57,8 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_allowed(scope):
-            error = ApiError("invalid_api_key", "a valid API key is needed: Authorization: Bearer")
-            await error.response()(scope, receive, send)
+            error = ApiError("invalid_api_key", "a valid API key is needed: Authorization: Bearer, or x-api-key")
+            await error.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -56,8 +66,8 @@ class ApiKeyMiddleware:
         path = scope["path"]
         if path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS):
             return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip().encode()
+        key = given_key(scope)
+        given = (key or "").encode()
         # every key is compared, in constant time: the answer's delay says nothing
         matches = [hmac.compare_digest(given, wanted) for wanted in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        return key is not None and any(matches)

@@ -43,6 +43,11 @@ class EncoderOptions:
 class Encoder(Protocol):
     """One API's view of the events."""
 
+    @property
+    def ping(self) -> bytes:
+        """What a silent stream sends to stay open."""
+        ...
+
     def frames(self, event: Event) -> bytes:
         """Return the stream's bytes for an event; b"" when the API says nothing about it."""
         ...

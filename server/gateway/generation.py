@@ -73,7 +73,7 @@ class ChoiceDecoder:
         """Yield the events of new tokens, as long as the choice is not done."""
         if not self._started:
             self._started = True
-            yield RoleStarted(index=self._index)
+            yield RoleStarted(index=self._index, cached_tokens=output.num_cached_tokens)
             if self._run.echo:
                 yield self._echo(prompt_logprobs)
         delta, stop = self._decode(output)

@@ -22,6 +22,14 @@ MAX_NUM_TEST_STEPS = 16_384
 MAX_SHORT_TEXT_CHARS = 512
 """`user`, `cache_salt`, `model` and other names."""
 
+MAX_NUM_METADATA = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_STORED_RESPONSES = 1024
+MAX_STORED_RESPONSES_BYTES = 64 * 1024 * 1024
+"""All that `previous_response_id` can refer to; the oldest leave first."""
+MIN_THINKING_BUDGET_TOKENS = 1024
+"""Anthropic's."""
+
 BODY_TIMEOUT_S = 60.0
 """A body must have arrived by then: a client that sends a byte a second holds no connection."""
 START_WAIT_S = 0.25

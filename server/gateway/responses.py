@@ -15,7 +15,6 @@ from whalepod.server.gateway.api_errors import CLIENT_CLOSED_REQUEST
 from whalepod.server.gateway.encoder import Encoder
 from whalepod.server.gateway.events import Event, Failed, fold
 from whalepod.server.gateway.limits import PING_INTERVAL_S, START_WAIT_S
-from whalepod.server.gateway.sse import PING
 
 Result = TypeVar("Result")
 
@@ -95,7 +94,7 @@ class EventStreamResponse(Response):
         while True:
             silent_s = loop.time() - self._last_sent_s
             if silent_s >= self._ping_interval_s:
-                await self._send(send, PING)
+                await self._send(send, self._encoder.ping)
             else:
                 await asyncio.sleep(self._ping_interval_s - silent_s)
 

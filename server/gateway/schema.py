@@ -45,7 +45,7 @@ def _check_logit_bias(value: object) -> object:
     return {int(key): bias for key, bias in value.items()}
 
 
-def _flatten_content(value: object) -> object:
+def flatten_content(value: object) -> object:
     """Join the text parts of a message: templates take one string."""
     if value is None or isinstance(value, str):
         return value
@@ -148,7 +148,7 @@ class Message(Schema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | None,
-        BeforeValidator(_flatten_content, json_schema_input_type=str | list[dict[str, Any]] | None),
+        BeforeValidator(flatten_content, json_schema_input_type=str | list[dict[str, Any]] | None),
     ] = None
     name: ShortText | None = None
     tool_calls: list[dict[str, Any]] | None = None
