@@ -115,6 +115,10 @@ class Scheduler:
         else:
             self._cancelled.append(request)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget the texts that nobody uses; return the number of blocks that are free now."""
+        return self.pool.forget_cached()
+
     def owner(self, sequence_id: int) -> tuple[str, int]:
         """Return request id and index of a live sequence. Raises KeyError."""
         sequence = self._sequences[sequence_id]

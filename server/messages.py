@@ -48,6 +48,11 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResetPrefixCache:
+    """Gateway to engine: forget all cached texts that no live request uses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """Gateway to engine: stop after the current step."""
 
@@ -149,7 +154,7 @@ class EngineFailed:
     message: str
 
 
-ToEngine: TypeAlias = Submit | Abort | Ping | Shutdown
+ToEngine: TypeAlias = Submit | Abort | Ping | ResetPrefixCache | Shutdown
 ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Pong | EngineFailed
 
 

@@ -60,14 +60,19 @@ def serve(engine: EngineConfig, gateway: GatewayConfig) -> int:
 
 def claim_port(gateway: GatewayConfig) -> GatewayConfig:
     """Fail now, not after minutes of loading, if the port is taken; settle what port 0 means."""
+    if gateway.admin_port:
+        _claim(gateway.admin_host, gateway.admin_port, "--admin-port or --admin-host")
+    return replace(gateway, port=_claim(gateway.host, gateway.port, "--port or --host"))
+
+
+def _claim(host: str, port: int, flags: str) -> int:
     from whalepod.tools.machine import bind_port
 
     try:
-        return replace(gateway, port=bind_port(gateway.host, gateway.port))
+        return bind_port(host, port)
     except OSError as error:
         raise StartupError(
-            f"cannot listen on {gateway.host} port {gateway.port}: {error.strerror}; choose "
-            "another with --port or --host"
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another with {flags}"
         ) from error
 
 
@@ -102,7 +107,7 @@ def example(gateway: GatewayConfig, name: str, has_chat_template: bool) -> str:
     if has_chat_template:
         route, question = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
     body = json.dumps({"model": name, **question})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if gateway.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if gateway.asks_for_key else ""
     return (
         f"  curl {base_url(gateway)}/v1/{route}{key} \\\n"
         f"    -H 'Content-Type: application/json' -d '{body}'"
@@ -140,7 +145,7 @@ def _run_gateway(
 
 
 def _warn_if_open(gateway: GatewayConfig) -> None:
-    if gateway.host not in _LOOPBACK and not gateway.api_key:
+    if gateway.host not in _LOOPBACK and not gateway.asks_for_key:
         _note(
             f"warning: anyone who reaches {gateway.host}:{gateway.port} may use this server; "
             "pass --api-key KEY to ask for a key"

@@ -26,6 +26,7 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     SequenceOutput,
     Shutdown,
     Stats,
@@ -171,6 +172,8 @@ class EngineCore:
                 return self._abort(request_id)
             case Ping(nonce=nonce):
                 return Pong(nonce=nonce, stats=self.stats)
+            case ResetPrefixCache():
+                self._scheduler.reset_prefix_cache()
             case Shutdown():
                 self.is_stopping = True
         return None

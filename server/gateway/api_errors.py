@@ -26,10 +26,13 @@ STATUS_OF_CODE: dict[str, int] = {
     "method_not_allowed": HTTPStatus.METHOD_NOT_ALLOWED,
     "body_too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     "request_timeout": HTTPStatus.REQUEST_TIMEOUT,
+    "aborted": CLIENT_CLOSED_REQUEST,
     "client_left": CLIENT_CLOSED_REQUEST,
     "queue_full": HTTPStatus.TOO_MANY_REQUESTS,
     "engine_error": HTTPStatus.INTERNAL_SERVER_ERROR,
     "internal_error": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "deadline_exceeded": HTTPStatus.GATEWAY_TIMEOUT,
+    "draining": HTTPStatus.SERVICE_UNAVAILABLE,
     "engine_lost": HTTPStatus.SERVICE_UNAVAILABLE,
 }
 """Every other code is a mistake of the request: 400."""
@@ -37,6 +40,9 @@ STATUS_OF_CODE: dict[str, int] = {
 EXTRA_HEADERS: dict[str, dict[str, str]] = {
     "invalid_api_key": {"www-authenticate": "Bearer"},
     "queue_full": {"retry-after": "1"},
+    # it would take as long again: OpenAI's clients repeat a 5xx unless they are told not to
+    "deadline_exceeded": {"x-should-retry": "false"},
+    "draining": {"retry-after": "5", "connection": "close"},
     "engine_lost": {"retry-after": "5"},
     # the rest of the body is not read: the connection cannot carry another request
     "body_too_large": {"connection": "close"},
@@ -137,7 +143,7 @@ def _from_http_exception(error: HTTPException) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI, count: Callable[[str], None]) -> None:
-    """Make every error answer of the application one in the shape of its API; `count` gets its code."""
+    """Give every error answer the shape of its API; `count` gets its code."""
 
     def answer(request: Request, error: Exception) -> Response:
         api_error = as_api_error(error)

@@ -22,6 +22,7 @@ from whalepod.server.gateway.limits import (
     MAX_PENDING_TOKENIZATIONS,
     NUM_TOKENIZER_THREADS,
 )
+from whalepod.server.gateway.live_requests import LiveRequests
 from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
@@ -49,6 +50,7 @@ class Gateway:
         self.upstream = upstream
         self.tokenizer = tokenizer
         self.metrics = Metrics(lambda: upstream.stats)
+        self.requests = LiveRequests(config.request_timeout_s)
         self.offload = Offload(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
         family = choose_family(
             tokenizer.chat_template,

@@ -32,9 +32,9 @@ MIN_THINKING_BUDGET_TOKENS = 1024
 
 BODY_TIMEOUT_S = 60.0
 """A body must have arrived by then: a client that sends a byte a second holds no connection."""
+HEAD_TIMEOUT_S = 20.0
+"""The same for the request line and the headers."""
 START_WAIT_S = 0.25
 """How long a stream waits for a refusal before it answers 200 and sends its headers."""
-PING_INTERVAL_S = 15.0
-"""A silent stream sends a comment this often, so that proxies keep it open."""
 NUM_TOKENIZER_THREADS = 2
 MAX_PENDING_TOKENIZATIONS = 1024

@@ -14,6 +14,7 @@ from starlette.staticfiles import StaticFiles
 
 import whalepod
 from whalepod.server.gateway.schema import (
+    AbortRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -22,7 +23,7 @@ from whalepod.server.gateway.schema import (
 
 _STATIC = Path(__file__).parent / "static" / "docs"
 _REFERENCE = "#/components/schemas/{model}"
-_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest)
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">

@@ -130,6 +130,7 @@ class SamplingFields(Schema):
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
     user: ShortText | None = None
     structured_outputs: dict[str, Any] | None = None
     test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
@@ -156,6 +157,8 @@ class Message(Schema):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
+    prefix: bool | None = None
+    """DeepSeek's: the answer continues this message, which must be the last one."""
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_NUM_MESSAGES)]
@@ -218,6 +221,10 @@ class TokenizeRequest(TemplateFields):
     messages: Messages | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
+
+
+class AbortRequest(Schema):
+    request_id: ShortText
 
 
 class DetokenizeRequest(Schema):

@@ -26,6 +26,7 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     SequenceOutput,
     Shutdown,
     StepOutputs,
@@ -240,6 +241,21 @@ def test_a_ping_is_answered_with_fresh_stats() -> None:
 
     assert isinstance(reply, Pong)
     assert (reply.nonce, reply.stats.num_waiting) == (8, 1)
+
+
+def test_a_reset_of_the_prefix_cache_is_done_before_the_next_ping() -> None:
+    core, prompt = make_core(), text(200)
+    submit(core, "cold", prompt, SAMPLED)
+    cold = run_to_end(core)["cold", 0]
+
+    (reply,) = core.receive([ResetPrefixCache(), Ping(nonce=1)])
+    submit(core, "again", prompt, SAMPLED)
+    again = run_to_end(core)["again", 0]
+
+    assert isinstance(reply, Pong)
+    assert reply.stats.num_cached_blocks == 0
+    assert again.num_cached_tokens == 0
+    assert again.token_ids == cold.token_ids
 
 
 def test_shutdown_is_noted_and_unknown_aborts_are_ignored() -> None:
