@@ -88,6 +88,8 @@ class SequenceOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     num_cached_tokens: int = 0
+    queue_us: int = 0
+    """Time from the request's arrival in the engine to its admission."""
     finish_reason: str | None = None
     stop_token_id: int | None = None
     num_accepted_drafts: int = 0

@@ -447,3 +447,12 @@ def check_answer(
         return
     assert was_aborted or (answer is not None and answer.finish_reason == "error")
     assert got == expected[: len(got)]
+
+
+def test_outputs_say_how_long_their_request_waited_for_a_place() -> None:
+    core = make_core(max_num_seqs=1)
+    submit(core, "first", text(20), GREEDY)
+    submit(core, "second", text(30), GREEDY)
+    outputs = run_to_end(core)
+
+    assert 0 <= outputs["first", 0].queue_us < outputs["second", 0].queue_us
