@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -47,15 +46,13 @@ from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import SamplingState
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
+from whalepod.server.progress import reporter
 from whalepod.server.structured.interface import Compiler
 
 ANY_CHUNK = 2**31
 """Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
 CANARY_POSITIONS = 2 * BLOCK_TOKENS
 """The canary's text needs so many, however short the requests may be."""
-PROGRESS_S = 2.0
-"""Seconds between two lines about the weights."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -177,7 +174,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     if is_dummy:
         weights = DummyWeights(model_config, dtype=dtype, seed=source.seed)
     else:
-        weights = CheckpointWeights(folder, model_config, dtype=dtype, progress=_progress())
+        weights = CheckpointWeights(
+            folder, model_config, dtype=dtype, progress=reporter("weights", "MiB", 1 << 20)
+        )
     model = DeepseekV3(
         model_config,
         weights,
@@ -210,7 +209,7 @@ def choose_kernels(device: DeviceConfig, dtype: torch.dtype) -> Kernels:
     if device.kernels == "reference":
         return ReferenceKernels()
     kernels = CpuKernels(num_threads=device.num_threads or None)
-    kernels.warm_up(dtype, _compile_progress())
+    kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
     return kernels
 
 
@@ -226,30 +225,6 @@ def _absorbed_max_query_tokens(config: EngineConfig) -> int:
     if config.device.batch_invariant:
         return ANY_CHUNK
     return config.device.absorbed_max_query_tokens
-
-
-def _progress() -> Callable[[int, int], None]:
-    """Return a reporter of bytes read that writes a line now and then."""
-    last = time.monotonic()
-
-    def report(num_read: int, num_bytes: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > PROGRESS_S:
-            last = time.monotonic()
-            logger.info("weights: %d of %d MiB", num_read >> 20, num_bytes >> 20)
-
-    return report
-
-
-def _compile_progress() -> Callable[[int, int], None]:
-    """Return a reporter of compiled kernels that is silent when all came from the cache."""
-    started = time.monotonic()
-
-    def report(num_done: int, num_regions: int) -> None:
-        if time.monotonic() - started > PROGRESS_S:
-            logger.info("compiling kernels (once): %d of %d", num_done, num_regions)
-
-    return report
 
 
 def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
