@@ -23,6 +23,7 @@ STATUS_OF_CODE: dict[str, int] = {
     "invalid_api_key": HTTPStatus.UNAUTHORIZED,
     "model_not_found": HTTPStatus.NOT_FOUND,
     "not_found": HTTPStatus.NOT_FOUND,
+    "response_not_found": HTTPStatus.NOT_FOUND,
     "method_not_allowed": HTTPStatus.METHOD_NOT_ALLOWED,
     "body_too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     "request_timeout": HTTPStatus.REQUEST_TIMEOUT,
@@ -137,7 +138,7 @@ def _from_http_exception(error: HTTPException) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI, count: Callable[[str], None]) -> None:
-    """Make every error answer of the application one in the shape of its API; `count` gets its code."""
+    """Make every error answer one in the shape of its API; `count` gets its code."""
 
     def answer(request: Request, error: Exception) -> Response:
         api_error = as_api_error(error)

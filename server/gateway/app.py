@@ -12,8 +12,10 @@ from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway import (
     routes_generate,
     routes_health,
+    routes_messages,
     routes_models,
     routes_page,
+    routes_responses,
     routes_tokens,
 )
 from whalepod.server.gateway.api_errors import install_error_handlers
@@ -51,7 +53,10 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.gateway = gateway
-    for routes in (routes_generate, routes_models, routes_tokens, routes_health, routes_page):
+    for routes in (
+        *(routes_generate, routes_responses, routes_messages),
+        *(routes_models, routes_tokens, routes_health, routes_page),
+    ):
         app.include_router(routes.router)
     install_docs(app)
     install_error_handlers(app, gateway.metrics.count_error)

@@ -57,7 +57,9 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_allowed(scope):
-            error = ApiError("invalid_api_key", "a valid API key is needed: Authorization: Bearer, or x-api-key")
+            error = ApiError(
+                "invalid_api_key", "a valid API key is needed: Authorization: Bearer, or x-api-key"
+            )
             await error.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
