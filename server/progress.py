@@ -55,8 +55,8 @@ def _bar(title: str, unit: str, divisor: int) -> Callable[[int, int], None]:
     def report(num_done: int, num_all: int) -> None:
         if time.monotonic() - started_s < PROGRESS_S:
             return
-        progress.start()
         progress.update(task, completed=num_done // divisor, total=num_all // divisor)
+        progress.start()  # after the update: it draws at once, and later ones wait for a tenth
         if num_done >= num_all:
             progress.stop()
 

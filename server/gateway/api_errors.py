@@ -23,6 +23,7 @@ STATUS_OF_CODE: dict[str, int] = {
     "invalid_api_key": HTTPStatus.UNAUTHORIZED,
     "model_not_found": HTTPStatus.NOT_FOUND,
     "not_found": HTTPStatus.NOT_FOUND,
+    "response_not_found": HTTPStatus.NOT_FOUND,
     "method_not_allowed": HTTPStatus.METHOD_NOT_ALLOWED,
     "body_too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     "request_timeout": HTTPStatus.REQUEST_TIMEOUT,

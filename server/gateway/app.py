@@ -14,8 +14,10 @@ from whalepod.server.gateway import (
     routes_abort,
     routes_generate,
     routes_health,
+    routes_messages,
     routes_models,
     routes_page,
+    routes_responses,
     routes_tokens,
 )
 from whalepod.server.gateway.api_errors import install_error_handlers
@@ -27,7 +29,8 @@ from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.upstream import Upstream
 
 _ROUTES = (
-    *(routes_generate, routes_abort, routes_models, routes_tokens, routes_health, routes_page),
+    *(routes_generate, routes_responses, routes_messages, routes_abort),
+    *(routes_models, routes_tokens, routes_health, routes_page),
 )
 
 

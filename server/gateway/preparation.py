@@ -118,6 +118,11 @@ class Preparation:
             )
         ]
 
+    def prompt_of(self, request: ChatRequest) -> list[int]:
+        """Return the tokens of a chat request's prompt, after the checks of its tools."""
+        choice = read_choice(request.tool_choice, read_functions(request.tools))
+        return self.chat_tokens(request.messages, request, choice)
+
     def _start(self, prompt_token_ids: Sequence[int], last: Message) -> Start:
         """Return where the answer to a rendered prompt begins."""
         if self._family is None or (last.prefix and last.content):
