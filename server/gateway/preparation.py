@@ -272,7 +272,7 @@ class Preparation:
             params=params,
             num_sequences=request.n or 1,
             priority=request.priority or 0,
-            cache_salt=self._cache_salt(request.cache_salt, request.prompt_cache_key),
+            cache_salt=self._cache_salt(request.cache_salt),
             test_steps=tuple(request.test_steps or ()),
         )
         return PromptRun(
