@@ -22,10 +22,16 @@ from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.source import EMBEDDED_MODEL, SourceError, resolve_model
-from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
+from whalepod.models.weights import (
+    CheckpointWeights,
+    DummyWeights,
+    Weights,
+    WeightsError,
+    mtp_layer,
+)
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
-from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS, Drafter
+from whalepod.mtp.draft import Drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
@@ -95,12 +101,12 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         max_rows=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
     )
-    with_lookup = _wants_lookup(config.speculation, loaded.mtp is not None)
+    with_lookup = _wants_lookup(config.speculation, bool(loaded.mtp))
     speculator = _new_speculator(loaded, cache, batches, sampler, with_lookup=with_lookup)
     runner = Runner(loaded.model, cache, sampler, batches, speculator)
     max_depth = config.speculation.max_depth if speculator else 0
     warm_up(runner, limits, max_depth)
-    if loaded.mtp is not None and config.source.load_format != "dummy":
+    if loaded.mtp and config.source.load_format != "dummy":
         _check_acceptance(loaded, runner, num_blocks, eos_token_ids)
     info = EngineInfo(
         model_type=model_config.model_type,
@@ -143,12 +149,12 @@ class LoadedModel:
     kernels: Kernels
     folder: Path
     weights_bytes: int
-    mtp: MtpModule | None = None
-    """The layer that drafts, if speculation uses it."""
+    mtp: tuple[MtpModule, ...] = ()
+    """The layers that draft, if speculation uses them."""
 
     @property
     def num_cache_layers(self) -> int:
-        return self.config.num_layers + (self.mtp is not None)
+        return self.config.num_layers + len(self.mtp)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -171,9 +177,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
     )
-    mtp = None
+    mtp: tuple[MtpModule, ...] = ()
     if _wants_mtp(config.speculation, model_config):
-        mtp = _load_mtp(model, weights, kernels)
+        mtp = _load_mtp(model, weights, kernels, config.speculation.max_depth)
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
@@ -268,29 +274,49 @@ def _wants_mtp(speculation: SpeculationConfig, config: ModelConfig) -> bool:
     return False
 
 
-def _load_mtp(model: DeepseekV3, weights: Weights, kernels: Kernels) -> MtpModule | None:
-    """Load the first module; more of them are left, since its own state can be fed back.
+def _load_mtp(
+    model: DeepseekV3, weights: Weights, kernels: Kernels, max_depth: int
+) -> tuple[MtpModule, ...]:
+    """Load the modules, the first `max_depth` of them: module i makes the draft of depth i + 1.
 
-    A checkpoint that lacks the whole layer, as some quantised ones do, is served without drafts;
-    one that has a part of it raises WeightsError.
+    A checkpoint that lacks whole layers, as some quantised ones do, is served with those before
+    them, or without drafts; one that has a part of a layer raises WeightsError.
     """
-    names: tuple[str, ...] = ()
+    num_modules = model.config.num_mtp_layers
     if isinstance(weights, CheckpointWeights):
-        names = weights.mtp_names()
-        if not names:
-            logger.warning(
-                "config.json names %d multi-token-prediction layers, but the checkpoint has no "
-                "tensor of them: no drafts",
-                model.config.num_mtp_layers,
-            )
-            return None
-    module = MtpModule(model, weights, kernels)
-    if isinstance(weights, CheckpointWeights) and (unused := weights.unused_mtp_names(0)):
+        num_modules = _count_mtp_layers(weights, model.config)
+    modules = tuple(
+        MtpModule(model, weights, kernels, index=index)
+        for index in range(min(num_modules, max_depth))
+    )
+    if isinstance(weights, CheckpointWeights):
+        for index in range(len(modules)):
+            _refuse_unused(weights.unused_mtp_names(index))
+    return modules
+
+
+def _count_mtp_layers(weights: CheckpointWeights, config: ModelConfig) -> int:
+    """Return how many layers the checkpoint has from the first one on; warn if some lack."""
+    num_named = config.num_mtp_layers
+    stored = {mtp_layer(name, config) for name in weights.mtp_names()}
+    num_stored = next(i for i in range(num_named + 1) if i not in stored)
+    if num_stored < num_named:
+        logger.warning(
+            "WARNING: config.json names %d multi-token-prediction layers, but the checkpoint has "
+            "no tensor of number %d: %s",
+            num_named,
+            num_stored + 1,
+            f"drafts come from the first {num_stored}" if num_stored else "no drafts",
+        )
+    return num_stored
+
+
+def _refuse_unused(names: Sequence[str]) -> None:
+    if names:
         raise WeightsError(
-            f"{unused[0]} is unexpected (and {len(unused) - 1} more): the multi-token-prediction "
+            f"{names[0]} is unexpected (and {len(names) - 1} more): the multi-token-prediction "
             "layer that config.json describes has no place for it"
         )
-    return module
 
 
 def _wants_lookup(speculation: SpeculationConfig, has_mtp: bool) -> bool:
@@ -308,10 +334,10 @@ def _new_speculator(
     *,
     with_lookup: bool,
 ) -> Speculator | None:
-    if loaded.mtp is None and not with_lookup:
+    if not loaded.mtp and not with_lookup:
         return None
     drafter = None
-    if loaded.mtp is not None:
+    if loaded.mtp:
         drafter = Drafter(loaded.mtp, cache, batches, hidden_size=loaded.config.hidden_size)
     return Speculator(drafter, sampler, with_lookup=with_lookup)
 
@@ -409,7 +435,6 @@ def _new_scheduler(
     journal: BinaryIO | None,
 ) -> Scheduler:
     prefix_seed = f"{loaded.folder}/{config.source}".encode()
-    num_lookback_tokens = NUM_LOOKBACK_TOKENS if loaded.mtp is not None else 0
     if journal is None:
         return Scheduler(
             config.scheduler,
@@ -417,7 +442,7 @@ def _new_scheduler(
             eos_token_ids=eos_token_ids,
             prefix_seed=prefix_seed,
             block_tokens=BLOCK_TOKENS,
-            num_lookback_tokens=num_lookback_tokens,
+            num_lookback_tokens=len(loaded.mtp),
         )
     return RecordedScheduler(
         config.scheduler,
@@ -426,7 +451,7 @@ def _new_scheduler(
         eos_token_ids=eos_token_ids,
         prefix_seed=prefix_seed,
         block_tokens=BLOCK_TOKENS,
-        num_lookback_tokens=num_lookback_tokens,
+        num_lookback_tokens=len(loaded.mtp),
     )
 
 

@@ -132,6 +132,7 @@ class SamplingFields(Schema):
     cache_salt: ShortText | None = None
     user: ShortText | None = None
     structured_outputs: dict[str, Any] | None = None
+    num_speculative_tokens: int | None = None
     test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
 
     @property
