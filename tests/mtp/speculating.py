@@ -22,6 +22,7 @@ from whalepod.scheduler.plan import Plan, StepResult
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore
+from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.speculation import Speculator
@@ -91,11 +92,12 @@ class Settings:
     by_rejection: bool = False
     num_modules: int = 1
     with_lookup: bool = False
+    grammars: GrammarStore | None = None
 
 
 def make_engine(settings: Settings) -> EngineCore:
     """Build an engine on the models; cache rows that nobody wrote are NaN."""
-    models = make_models(settings.num_modules)
+    models = make_models(max(settings.num_modules, 1))
     cache = LatentCache(
         num_layers=models.model.config.num_layers + settings.num_modules,
         num_blocks=settings.num_blocks,
@@ -116,7 +118,9 @@ def make_engine(settings: Settings) -> EngineCore:
     )
     sampler = Sampler(InvariantKernels(), by_rejection=settings.by_rejection)
     hidden_size = models.model.config.hidden_size
-    drafter = Drafter(models.modules, cache, batches, hidden_size=hidden_size)
+    drafter = None
+    if settings.num_modules:
+        drafter = Drafter(models.modules, cache, batches, hidden_size=hidden_size)
     scheduler = Scheduler(
         limits,
         num_blocks=settings.num_blocks,
@@ -132,4 +136,4 @@ def make_engine(settings: Settings) -> EngineCore:
         max_num_batched_tokens=settings.chunk, weights_bytes=0, kv_bytes_per_token=1,
         load_seconds=0.0,
     )  # fmt: skip
-    return EngineCore(scheduler, runner, info, depth=settings.depth)
+    return EngineCore(scheduler, runner, info, depth=settings.depth, grammars=settings.grammars)
