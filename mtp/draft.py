@@ -73,9 +73,11 @@ class StepStates:
 
     def at(self, rows: Sequence[int], positions: Sequence[int]) -> list[KnownStates]:
         """Return the states in one row of each span, the tokens being at `positions`."""
-        index = torch.tensor(rows)
-        states_BMH = torch.stack([states_TH[index] for states_TH in self.states], dim=1)
-        return list(map(KnownStates, positions, self.origins, states_BMH))
+        if len(self.states) == 1:
+            states_BMH = self.states[0][rows][:, None]
+        else:
+            states_BMH = torch.stack([states_TH[rows] for states_TH in self.states], dim=1)
+        return list(map(KnownStates, positions, self.origins, states_BMH.unbind()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,14 +242,15 @@ class Drafter:
     def draft(self, starts: Sequence[DraftStart], choose: Choose) -> list[list[int]]:
         """Guess `num_wanted` tokens behind each text, one full pass for each of them."""
         drafts: list[list[int]] = [[] for _ in starts]
-        found: list[Tensor] = [start.known.states_MH[:0] for start in starts]  # of the pass before
+        found = [start.known.states_MH[:0] for start in starts]  # by the pass before
         for depth in range(max((start.num_wanted for start in starts), default=0)):
             active = [i for i, start in enumerate(starts) if start.num_wanted > depth]
             number = min(depth, len(self._modules) - 1)
             spans = [self._next_span(starts[i], drafts[i], depth) for i in active]
             previous = [self._state_before(starts[i], found[i], depth) for i in active]
+            batch = self._batches.build(spans)
             hidden_TH = self._modules[number].forward(
-                torch.cat(previous), self._batches.build(spans), self._cache
+                torch.cat(previous) if len(previous) > 1 else previous[0], batch, self._cache
             )
             lengths = [len(span.token_ids) for span in spans]
             for i, states_TH in zip(active, hidden_TH.split(lengths), strict=True):
@@ -277,8 +280,10 @@ class Drafter:
 
     def _state_before(self, start: DraftStart, found_TH: Tensor, depth: int) -> Tensor:
         """Return the states that a pass continues: those of the last one, behind the true one."""
+        if not depth:
+            return start.known.states_MH[:1]
         if depth >= len(self._modules):
-            return found_TH[-1:]
+            return found_TH[-1:] if len(found_TH) > 1 else found_TH
         if start.known.position >= start.known.origin + depth:
             return torch.cat([start.known.states_MH[depth : depth + 1], found_TH])
         return found_TH
