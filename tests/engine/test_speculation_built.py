@@ -6,11 +6,15 @@ import json
 import logging
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+import whalepod.models
 from tests.equality import assert_bit_equal
 from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.params import SamplingParams
@@ -92,6 +96,61 @@ def without(checkpoint: Path, folder: Path, word: str) -> Path:
 
 def load(folder: Path) -> Engine:
     return Engine(str(folder), **LIMITS, kernels="reference")
+
+
+TINY = Path(whalepod.models.__file__).parent / "tiny"
+
+
+def concat_swapped(tensors: dict[str, Tensor], layer: str) -> None:
+    name = f"{layer}.eh_proj.weight"
+    tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1).contiguous()
+
+
+def projection_garbled(tensors: dict[str, Tensor], layer: str) -> None:
+    order = torch.randperm(len(tensors[f"{layer}.eh_proj.weight"]), generator=torch.Generator())
+    tensors[f"{layer}.eh_proj.weight"] = tensors[f"{layer}.eh_proj.weight"][order].contiguous()
+
+
+def norm_left_at_zero(tensors: dict[str, Tensor], layer: str) -> None:
+    tensors[f"{layer}.shared_head.norm.weight"].zero_()
+
+
+def left_as_it_was(tensors: dict[str, Tensor], layer: str) -> None:
+    """Change nothing."""
+
+
+def changed_tiny(folder: Path, change: Callable[[dict[str, Tensor], str], None]) -> Path:
+    """Copy the embedded model, which is trained, with other tensors in its draft layer."""
+    shutil.copytree(TINY, folder)
+    changed = False
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.layers.4.eh_proj.weight" in tensors:
+            change(tensors, "model.layers.4")
+            save_file(tensors, file)
+            changed = True
+    assert changed
+    return folder
+
+
+@pytest.mark.parametrize("change", [concat_swapped, projection_garbled, norm_left_at_zero])
+def test_a_garbled_layer_of_a_trained_model_is_reported_with_likely_causes(
+    tmp_path: Path,
+    change: Callable[[dict[str, Tensor], str], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    load(changed_tiny(tmp_path / "tiny", change)).close()
+    for part in ("multi-token prediction is broken", "eh_proj", "model.layers.4.*", "norms"):
+        assert part in caplog.text
+
+
+def test_the_layer_of_a_trained_model_is_not_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        load(changed_tiny(tmp_path / "tiny", left_as_it_was)).close()
+    assert "broken" not in caplog.text
+    assert "of first guesses are right" in caplog.text
 
 
 def test_a_random_layer_is_reported_at_the_start(
