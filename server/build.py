@@ -107,7 +107,10 @@ def _build_engine(config: EngineConfig) -> EngineCore:
     max_depth = config.speculation.max_depth if speculator else 0
     warm_up(runner, limits, max_depth)
     if loaded.mtp and config.source.load_format != "dummy":
-        _check_acceptance(loaded, runner, num_blocks, eos_token_ids)
+        # a runner of its own: looked-up drafts would hide that the layer never guesses right
+        drafting = _new_speculator(loaded, cache, batches, sampler, with_lookup=False)
+        checked = Runner(loaded.model, cache, sampler, batches, drafting)
+        _check_acceptance(loaded, checked, num_blocks, eos_token_ids)
     info = EngineInfo(
         model_type=model_config.model_type,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
