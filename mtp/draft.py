@@ -195,7 +195,8 @@ class Drafter:
         previous_TH = torch.empty_like(state_TH)
         previous_TH[1:] = state_TH[:-1]
         kept: list[_Span | TokenSpan] = []
-        dropped, begin = [], 0
+        dropped: list[int] = []
+        begin = 0
         for span, (origin, states_MH) in zip(spans, before, strict=True):
             num_unknown = min(max(origin + number + 1 - span.start, 0), len(span.token_ids))
             if num_unknown:
@@ -253,7 +254,7 @@ class Drafter:
                 torch.cat(previous) if len(previous) > 1 else previous[0], batch, self._cache
             )
             lengths = [len(span.token_ids) for span in spans]
-            for i, states_TH in zip(active, hidden_TH.split(lengths), strict=True):
+            for i, states_TH in zip(active, torch.split(hidden_TH, lengths), strict=True):
                 found[i] = states_TH
             last_BH = hidden_TH
             if len(hidden_TH) > len(active):
