@@ -133,6 +133,7 @@ class SamplingFields(Schema):
     prompt_cache_key: ShortText | None = None  # a routers' hint, see cache_salt for secrecy
     user: ShortText | None = None
     structured_outputs: dict[str, Any] | None = None
+    num_speculative_tokens: int | None = None
     test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
 
     @property
