@@ -112,7 +112,7 @@ class PackedFiles:
         if not path.exists():
             return
         try:
-            file = safe_open(path, framework="pt", device="cpu")
+            file: Any = safe_open(path, framework="pt", device="cpu")
             self._entries[name] = json.loads(file.metadata()["entries"])
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s is broken and is made again: %s", path, error)

@@ -117,8 +117,8 @@ class Programs:
         return self._record(key, compute)
 
     def _record(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        self._kept = [compute]
-        self._team.recorded = recorded = []
+        recorded: list[tuple[int, bytes]] = []
+        self._kept, self._team.recorded = [compute], recorded
         try:
             result = compute()
             self._programs[key] = Program(recorded, self._kept, result)
