@@ -83,9 +83,7 @@ class CpuKernels:
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory for what an operation makes; a program that is recorded keeps it."""
-        tensor = torch.empty(shape, dtype=dtype)
-        self._programs.keep(tensor)
-        return tensor
+        return self._programs.new(shape, dtype)
 
     def _dense(self, x: Tensor) -> Tensor:
         """Return the tensor with its last dimension contiguous."""

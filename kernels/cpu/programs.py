@@ -8,11 +8,14 @@ region. (CUDA graphs are the same idea.)
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whalepod.kernels.cpu.regions import (
@@ -30,7 +33,6 @@ from whalepod.kernels.cpu.regions import (
 from whalepod.kernels.cpu.simd import i64_pointer, load, store
 
 MAX_PROGRAMS = 16
-"""Each keeps the tensors between its regions: some MB at a batch of 16."""
 
 MAX_REMEMBERED = 256
 
@@ -84,6 +86,41 @@ class Program:
         return self.result
 
 
+class Arena:
+    """The memory between the regions of a program: what nobody holds any more is given out again.
+
+    A region that is repeated finds its memory as it was when it was recorded, because all regions
+    before it are repeated, too.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[NDArray[np.uint8]] = []
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return uninitialised memory."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(self._piece(num_bytes)).view(dtype).view(*shape)
+
+    def _piece(self, num_bytes: int) -> NDArray[np.uint8]:
+        for index in range(len(self._pieces)):
+            # a tensor, or a view of one, holds its piece
+            if _count_holders(self._pieces, index) > _ONLY_THE_LIST:
+                continue
+            if len(self._pieces[index]) == num_bytes:
+                return self._pieces[index]
+        memory = np.empty(num_bytes + 64, dtype=np.uint8)
+        start = -memory.ctypes.data % 64
+        self._pieces.append(memory[start : start + num_bytes])
+        return self._pieces[-1]
+
+
+def _count_holders(pieces: list[NDArray[np.uint8]], index: int) -> int:
+    return sys.getrefcount(pieces[index])
+
+
+_ONLY_THE_LIST = _count_holders([np.empty(1, dtype=np.uint8)], 0)
+
+
 class Programs:
     """The programs of one backend, by key; those unused for longest make room for new ones."""
 
@@ -92,10 +129,17 @@ class Programs:
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._kept: list[object] | None = None
+        self._arena = Arena()
 
     @property
     def is_recording(self) -> bool:
         return self._kept is not None
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory for what an operation makes."""
+        if self._kept is None or not math.prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        return self._arena.new(shape, dtype)
 
     def keep(self, memory: object) -> None:
         """Keep what a region that is being recorded works on."""
@@ -118,7 +162,8 @@ class Programs:
 
     def _record(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         recorded: list[tuple[int, bytes]] = []
-        self._kept, self._team.recorded = [compute], recorded
+        self._arena = Arena()
+        self._kept, self._team.recorded = [compute, self._arena], recorded
         try:
             result = compute()
             self._programs[key] = Program(recorded, self._kept, result)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from whalepod.kernels.cpu import CpuKernels
-from whalepod.kernels.cpu.programs import MAX_PROGRAMS
+from whalepod.kernels.cpu.programs import MAX_PROGRAMS, Arena
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -59,6 +59,18 @@ def test_programs_are_bounded_and_made_again() -> None:
         for key in range(MAX_PROGRAMS + 3):
             for _ in range(3):
                 assert torch.equal(layer.repeat(key), expected)
+
+
+def test_memory_is_given_out_again_only_once_no_view_holds_it() -> None:
+    arena = Arena()
+    first = arena.new((4, 8), torch.float32)
+    address, view = first.data_ptr(), first[1:, ::2]
+    del first
+    second = arena.new((4, 8), torch.float32)
+    assert second.data_ptr() != address
+    del view
+    assert arena.new((8, 4), torch.int32).data_ptr() == address
+    assert address % 64 == 0
 
 
 def test_memory_that_grows_later_leaves_programs_whole() -> None:
