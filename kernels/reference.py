@@ -25,7 +25,7 @@ class ReferenceKernels:
     """`Kernels` on any device that torch knows; as slow as it is plain."""
 
     name = "reference"
-    packed_layout = None
+    packed_layout: str | None = None
 
     def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         return compute()
