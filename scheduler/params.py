@@ -12,12 +12,15 @@ from typing import Literal
 class Constraint:
     """A grammar that the answer, or what follows its reasoning, must fulfil."""
 
-    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    kind: Literal["json_schema", "regex", "lark", "gbnf", "any"]
+    """"any": no grammar, only what the other fields say."""
     grammar: str
     starts_after: int | None = None
     """The token behind which the grammar begins; None: at the start of the answer."""
     banned_before: tuple[int, ...] = ()
     """Tokens that must not come before the grammar begins."""
+    max_tokens_before: int | None = None
+    """After so many tokens before the grammar begins, `starts_after` is the only choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
-        if self.constraint is not None and self.min_tokens:
+        if self.constraint is not None and self.constraint.kind != "any" and self.min_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must be 0 with a grammar, which says where to end"
             )

@@ -322,10 +322,9 @@ class EngineCore:
         assert again is not None, f"step {plan.step} failed and cannot be planned again"
         try:
             return again, self.runner.run(again)
-        except Exception as error:
+        except Exception:
             logger.exception("step %d failed again: its requests end", again.step)
-            message = f"the engine failed: {type(error).__name__}: {error}"
-            return again, _failed_result(again, message)
+            return again, _failed_result(again, "the engine failed at this step; its log says why")
 
     def _message(self, output: Output) -> SequenceOutput | None:
         message = SequenceOutput(

@@ -60,6 +60,17 @@ def of_structured_outputs(fields: Mapping[str, Any] | None) -> Constraint | None
     raise invalid(path, f"{path} is not supported, or not in this form")
 
 
+def thinking_budget(request: ChatRequest) -> int | None:
+    """Return how many tokens the reasoning may have, by either name; None: as many as it likes."""
+    if request.thinking_token_budget is not None or not isinstance(request.thinking, dict):
+        return request.thinking_token_budget
+    budget = request.thinking.get("budget_tokens")
+    if budget is not None and (type(budget) is not int or budget < 0):
+        path = "thinking.budget_tokens"
+        raise invalid(path, f"{path} must be an integer of at least 0, got {budget!r:.40}")
+    return budget
+
+
 class Constraints:
     """Builds the grammars of chats, which may call functions and reason first."""
 
@@ -92,9 +103,12 @@ class Constraints:
             if choice.mode == "auto" and self._family is not None:
                 calls = self._calls(functions, choice, parallel=parallel)
                 asked = _or_calls(formatted, calls)
+        budget = thinking_budget(request)
+        if asked is None and budget is not None and self._reasons(start):
+            asked, param = Constraint(kind="any", grammar=""), "thinking_token_budget"
         if asked is None:
             return None, param
-        return self._after_reasoning(_bounded(asked, param), choice, start), param
+        return self._after_reasoning(_bounded(asked, param), choice, start, budget), param
 
     def _calls(self, functions: Functions, choice: ToolChoice, *, parallel: bool) -> str:
         if self._family is None:
@@ -116,10 +130,15 @@ class Constraints:
         ids = self._tokenizer.ids_of([marker])
         return f"<[{min(ids)}]>" if ids else orjson.dumps(marker).decode()
 
+    def _reasons(self, start: Start) -> bool:
+        return self._family is not None and self._family.reasoning_end is not None and (
+            start == "reasoning"
+        )
+
     def _after_reasoning(
-        self, constraint: Constraint, choice: ToolChoice, start: Start
+        self, constraint: Constraint, choice: ToolChoice, start: Start, budget: int | None
     ) -> Constraint:
-        """Let the model think before the grammar begins, but not act."""
+        """Let the model think before the grammar begins, within its budget, but not act."""
         family = self._family
         if family is None or family.reasoning_end is None or start != "reasoning":
             return constraint
@@ -128,7 +147,12 @@ class Constraints:
             message = f"{family.reasoning_end} is no token of this model: turn thinking off"
             raise invalid("thinking", message)
         banned = self._tokenizer.ids_of(family.markers) - end if choice.is_forced else ()
-        return replace(constraint, starts_after=min(end), banned_before=tuple(sorted(banned)))
+        return replace(
+            constraint,
+            starts_after=min(end),
+            banned_before=tuple(sorted(banned)),
+            max_tokens_before=budget,
+        )
 
 
 def _or_calls(constraint: Constraint, calls: str) -> Constraint:

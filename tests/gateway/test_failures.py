@@ -37,14 +37,19 @@ def test_a_full_queue_is_429_with_retry_after(
     assert int(response.headers["retry-after"]) > 0
 
 
-def test_a_lost_engine_is_503(
-    client: TestClient, engine: FakeEngine, body: dict[str, object]
+def test_B107_a_lost_engine_is_503_and_its_words_are_for_the_log(
+    client: TestClient,
+    engine: FakeEngine,
+    body: dict[str, object],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine.failure = "it was killed"
+    engine.failure = "KeyError: 'model.layers.3'"
 
     error = error_of(client.post(CHAT, json=body), 503)
 
     assert (error["type"], error["code"]) == ("server_error", "engine_lost")
+    assert "KeyError" not in error["message"]
+    assert "KeyError: 'model.layers.3'" in caplog.text
 
 
 def test_a_refusal_of_the_engine_is_400(
