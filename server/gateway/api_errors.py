@@ -94,7 +94,7 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestRejected():
             return ApiError(error.code, error.message, error.param)
         case EngineLost():
-            logger.warning("the engine is lost: %s", error)  # its words are not for clients
+            # its own words are in the log: they are not for clients
             return ApiError("engine_lost", "the engine is not available; the server's log says why")
         case ClientDisconnect():
             return ApiError("client_left", "the client left while it sent its request")
