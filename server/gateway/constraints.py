@@ -131,8 +131,10 @@ class Constraints:
         return f"<[{min(ids)}]>" if ids else orjson.dumps(marker).decode()
 
     def _reasons(self, start: Start) -> bool:
-        return self._family is not None and self._family.reasoning_end is not None and (
-            start == "reasoning"
+        return (
+            self._family is not None
+            and self._family.reasoning_end is not None
+            and (start == "reasoning")
         )
 
     def _after_reasoning(

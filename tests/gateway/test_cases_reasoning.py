@@ -70,12 +70,11 @@ def test_item_31_the_text_of_the_end_token_is_nowhere(
         assert [*said(real_client, **fields, test_steps=steps)[:2]] == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["because</think>answer", "<think>because</think>answer", "\n<think>because</think>answer"]
-)  # fmt: skip
+@pytest.mark.parametrize("opening", ["", "<think>", "\n<think>"])
 def test_item_33_a_prompt_that_opened_the_reasoning_is_believed(
-    client: TestClient, text: str
+    client: TestClient, opening: str
 ) -> None:
+    text = opening + "because</think>answer"
     for position in range(len(text) + 1):
         answer = said(client, test_steps=cut_at(text, [position]))
         assert answer[:2] == ("because", "answer")

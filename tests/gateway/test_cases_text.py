@@ -1,4 +1,4 @@
-"""Characters in pieces and counts of cached tokens: reports of users by the number of their item."""
+"""Characters in pieces and counts of cached tokens: reports of users by number of their item."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from starlette.testclient import TestClient
 
-from tests.gateway.families.transcripts import block, v31_call
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.families.transcripts import block, v31_call
 from tests.gateway.wire import (
     calls_of,
     chat,
@@ -117,9 +117,7 @@ def test_half_characters_are_for_test_steps_only(client: TestClient, engine: Fak
     assert engine.submitted == []
 
 
-def test_half_characters_do_not_open_the_hook(
-    engine: FakeEngine, tokenizer: TextTokenizer
-) -> None:
+def test_half_characters_do_not_open_the_hook(engine: FakeEngine, tokenizer: TextTokenizer) -> None:
     client = TestClient(create_app(GatewayConfig(), engine, tokenizer))
     body = json.dumps({"messages": [user("hi")], "test_steps": ["\udcf0"]}).encode()
 
