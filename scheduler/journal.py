@@ -22,7 +22,7 @@ from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
 
 FORMAT = "whalepod journal"
-VERSION = 2
+VERSION = 3
 _MAX_FRAME_BYTES = 256 * 1024 * 1024
 _Returned = TypeVar("_Returned")
 
@@ -98,6 +98,9 @@ class RecordedScheduler(Scheduler):
 
     def cancel(self, request_id: str) -> None:
         self._record("cancel", [request_id], super().cancel, request_id)
+
+    def reset_prefix_cache(self) -> int:
+        return self._record("reset_prefix_cache", [], super().reset_prefix_cache)
 
     def step(self, num_drafts: int = 0) -> Plan | None:
         return self._record("step", [num_drafts], super().step, num_drafts)
@@ -190,6 +193,7 @@ def _call(scheduler: Scheduler, name: str, arguments: tuple[Any, ...]) -> tuple[
     calls: dict[str, Callable[..., object]] = {
         "add": lambda *values: scheduler.add(_request(values)),
         "cancel": scheduler.cancel,
+        "reset_prefix_cache": scheduler.reset_prefix_cache,
         "step": scheduler.step,
         "finish": lambda values: scheduler.finish(_step_result(values)),
         "finish_failed": scheduler.finish_failed,

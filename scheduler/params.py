@@ -17,10 +17,14 @@ class Constraint:
     grammar: str
     starts_after: int | None = None
     """The token behind which the grammar begins; None: at the start of the answer."""
+    is_optional: bool = False
+    """Whether the answer may end before the grammar has begun."""
     banned_before: tuple[int, ...] = ()
     """Tokens that must not come before the grammar begins."""
-    max_tokens_before: int | None = None
-    """After so many tokens before the grammar begins, `starts_after` is the only choice."""
+    reasoning_end: int | None = None
+    """The token that ends a reasoning of bounded length."""
+    max_reasoning_tokens: int | None = None
+    """After so many tokens without `reasoning_end` it is the only choice; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     Shutdown,
     StepOutputs,
     Submit,
@@ -41,7 +42,8 @@ Encoder = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ..
 MESSAGE_TYPES: Mapping[str, type] = {
     cls.__name__: cls
     for cls in (
-        Submit, Abort, Ping, Shutdown, EngineInfo, StepOutputs, Rejected, Pong, EngineFailed,
+        Submit, Abort, Ping, ResetPrefixCache, Shutdown,
+        EngineInfo, StepOutputs, Rejected, Pong, EngineFailed,
     )
 }  # fmt: skip
 _REQUIRED: Any = object()

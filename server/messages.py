@@ -48,6 +48,11 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResetPrefixCache:
+    """Gateway to engine: forget all cached texts that no live request uses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """Gateway to engine: stop after the current step."""
 
@@ -83,6 +88,8 @@ class SequenceOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     num_cached_tokens: int = 0
+    queue_us: int = 0
+    """Time from the request's arrival in the engine to its admission."""
     finish_reason: str | None = None
     stop_token_id: int | None = None
     num_accepted_drafts: int = 0
@@ -149,7 +156,7 @@ class EngineFailed:
     message: str
 
 
-ToEngine: TypeAlias = Submit | Abort | Ping | Shutdown
+ToEngine: TypeAlias = Submit | Abort | Ping | ResetPrefixCache | Shutdown
 ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Pong | EngineFailed
 
 

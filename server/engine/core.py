@@ -17,6 +17,7 @@ from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
 from whalepod.scheduler.request import Request, Sequence as ScheduledSequence
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
+from whalepod.server.engine.refusals import failure, rejected
 from whalepod.server.engine.runner import Runner, new_runner_sequence
 from whalepod.server.engine.scripted import Encode, Script
 from whalepod.server.engine.speculation import step_record
@@ -26,6 +27,7 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     SequenceOutput,
     Shutdown,
     Stats,
@@ -171,6 +173,8 @@ class EngineCore:
                 return self._abort(request_id)
             case Ping(nonce=nonce):
                 return Pong(nonce=nonce, stats=self.stats)
+            case ResetPrefixCache():
+                self._scheduler.reset_prefix_cache()
             case Shutdown():
                 self.is_stopping = True
         return None
@@ -181,9 +185,9 @@ class EngineCore:
         if constraint is None:
             return self._admit(submit, None)
         if self._grammars is None:
-            return _rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
+            return rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
         if len(self._compiling) >= MAX_COMPILING:
-            return _rejected(submit, "queue_full", f"{MAX_COMPILING} grammars wait to be compiled")
+            return rejected(submit, "queue_full", f"{MAX_COMPILING} grammars wait to be compiled")
         matcher = self._grammars.matcher(constraint)
         if matcher.done():
             return self._admit(submit, matcher)
@@ -198,9 +202,9 @@ class EngineCore:
         failures = []
         for submit, matcher in ready:
             del self._compiling[submit.request_id]
-            rejected = self._admit(submit, matcher)
-            if rejected is not None:
-                failures.append(_failure(rejected))
+            refusal = self._admit(submit, matcher)
+            if refusal is not None:
+                failures.append(failure(refusal))
         return failures
 
     def _admit(self, submit: Submit, compiled: Future[Matcher] | None) -> Rejected | None:
@@ -209,15 +213,19 @@ class EngineCore:
             self._check_submit(submit)
             script = self._new_script(submit.test_steps)
             request = self._new_request(submit)
+            self._note_clock()
             self._scheduler.add(request)
         except RequestRejected as error:
-            return _rejected(submit, error.code, error.message)
+            return rejected(submit, error.code, error.message)
         except ValueError as error:
-            return _rejected(submit, "invalid_request", str(error))
+            return rejected(submit, "invalid_request", str(error))
         self._live[request.request_id] = [s.sequence_id for s in request.sequences]
         for sequence in request.sequences:
             self._add_sequence(sequence, script, matcher)
         return None
+
+    def _note_clock(self) -> None:
+        self._scheduler.note_clock(time.monotonic_ns() // 1000)
 
     def _check_submit(self, submit: Submit) -> None:
         params, vocab_size = submit.params, self.info.vocab_size
@@ -298,7 +306,7 @@ class EngineCore:
         outputs = self._admit_compiled()
         if not self._scheduler.has_work:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats)
-        self._scheduler.note_clock(time.monotonic_ns() // 1000)
+        self._note_clock()
         self._num_drafts = self.depth.choose()
         plan = self._scheduler.step(self._num_drafts)
         if plan is None:
@@ -334,6 +342,7 @@ class EngineCore:
             logprobs=tuple(output.logprobs),
             prompt_logprobs=tuple(output.prompt_logprobs),
             num_cached_tokens=output.num_cached_tokens,
+            queue_us=output.queue_us,
             finish_reason=output.finish_reason,
             stop_token_id=output.stop_token_id,
             num_accepted_drafts=output.num_accepted_drafts,
@@ -377,20 +386,5 @@ def _failed_result(plan: Plan, error: str) -> StepResult:
 def _tokens_of(constraint: Constraint | None) -> tuple[int, ...]:
     if constraint is None:
         return ()
-    start = () if constraint.starts_after is None else (constraint.starts_after,)
-    return start + constraint.banned_before
-
-
-def _failure(rejected: Rejected) -> SequenceOutput:
-    """Return a refusal of a request that was taken already."""
-    return SequenceOutput(
-        request_id=rejected.request_id,
-        index=0,
-        token_ids=(),
-        finish_reason="error",
-        error=rejected.message,
-    )
-
-
-def _rejected(submit: Submit, code: str, message: str) -> Rejected:
-    return Rejected(request_id=submit.request_id, code=code, message=message)
+    single = (constraint.starts_after, constraint.reasoning_end)
+    return tuple(token for token in single if token is not None) + constraint.banned_before

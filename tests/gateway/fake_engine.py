@@ -55,6 +55,9 @@ class FakeEngine:
             load_seconds=0.0,
         )
 
+    def reset_prefix_cache(self) -> None:
+        self.stats = replace(self.stats, num_cached_blocks=0)
+
     async def ping(self, timeout_s: float) -> Stats:
         if not self.answers_pings:
             raise EngineLost(f"no answer within {timeout_s} s")

@@ -19,7 +19,7 @@ from tests.gateway.wire import chat, error_of, reasoning_of, stream_chat, text_o
 from whalepod.mtp.config import SpeculationConfig
 
 DRAFTS = SpeculationConfig(speculation="fixed", num_speculative_tokens=4)
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "w", "parameters": {"type": "object", "properties": {}}},
 }
@@ -108,6 +108,32 @@ def test_item_36_a_budget_changes_no_shorter_reasoning(real_client: TestClient) 
     assert said(real_client, thinking=False, thinking_token_budget=0, test_steps=["b"])[:2] == (
         "", "b"
     )  # fmt: skip
+
+
+def test_item_36_a_budget_of_the_messages_api_reaches_the_engine(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    body = {"model": "tiny", "messages": [user("hi")], "max_tokens": 1100}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    assert client.post("/v1/messages", json={**body, "thinking": thinking}).status_code == 200
+
+    constraint = engine.submitted[0].params.constraint
+    assert constraint is not None
+    assert constraint.max_reasoning_tokens == 1024
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_item_36_a_budget_does_not_force_calls_that_are_strict(
+    drafting: TestClient, n: int
+) -> None:
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    fields = {"tools": [strict], "seed": 1, "max_tokens": 20, "logit_bias": {"9": 90, "10": 90}}
+
+    answer = chat(drafting, **fields, n=n, thinking=True, thinking_token_budget=4)
+
+    assert num_reasoning(answer["usage"]) == n * 5
+    assert all("tool_calls" not in choice["message"] for choice in answer["choices"])
+    assert all(choice["message"]["content"] for choice in answer["choices"])
 
 
 @pytest.mark.parametrize(
