@@ -101,6 +101,12 @@ def _writer(gateway: Gateway, num_top: int) -> Callable[[Sequence[TokenLogprob |
     return write
 
 
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact(request: Request) -> Response:
+    """Say that conversations are not shortened here; else the id's route would answer."""
+    raise ApiError("not_found", "conversations are not compacted here")
+
+
 @router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str) -> dict[str, Any]:
     """Return a stored response."""

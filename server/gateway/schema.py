@@ -193,6 +193,7 @@ class ResponseFormat(Schema):
 
 
 class ChatRequest(SamplingFields, TemplateFields):
+    model: ShortText
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

@@ -27,7 +27,7 @@ CHAT = "/v1/chat/completions"
 
 
 def ask(port: int, content: str = "hi", headers: Any = None, **fields: Any) -> dict[str, Any]:
-    body = {"messages": [user(content)], **fields}
+    body = {"model": "tiny", "messages": [user(content)], **fields}
     url = f"http://127.0.0.1:{port}{CHAT}"
     response = httpx2.post(url, json=body, headers=headers, timeout=DEADLINE_S)
     assert response.status_code == 200, response.text
@@ -36,7 +36,7 @@ def ask(port: int, content: str = "hi", headers: Any = None, **fields: Any) -> d
 
 def hang_up(port: int, num_events: int, **fields: Any) -> None:
     """Send a request, read so many events of its stream, and leave."""
-    body = orjson.dumps({"messages": [user("hi")], **fields})
+    body = orjson.dumps({"model": "tiny", "messages": [user("hi")], **fields})
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:
         client.sendall(head.encode() + body)
@@ -70,7 +70,8 @@ def test_B093_the_next_turn_of_a_client_that_left_is_whole(nano: Path) -> None:
             usage = ask(port, text, max_tokens=1)["usage"]
 
             expected = httpx2.post(
-                f"http://127.0.0.1:{port}/tokenize", json={"messages": [user(text)]}
+                f"http://127.0.0.1:{port}/tokenize",
+                json={"model": "tiny", "messages": [user(text)]},
             ).json()
             assert usage["prompt_tokens"] == len(expected["tokens"]) > 60
         wait_until(lambda: not stats.has_work)

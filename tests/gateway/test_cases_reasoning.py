@@ -149,7 +149,7 @@ def test_item_36_a_budget_does_not_force_calls_that_are_strict(
 def test_item_36_a_budget_that_is_no_number_of_tokens_is_refused(
     client: TestClient, engine: FakeEngine, fields: dict[str, Any], param: str
 ) -> None:
-    body = {"messages": [user("hi")], **fields}
+    body = {"model": "tiny", "messages": [user("hi")], **fields}
 
     assert error_of(client.post("/v1/chat/completions", json=body), 400)["param"] == param
     assert engine.submitted == []

@@ -79,7 +79,12 @@ def test_B083_a_repetition_penalty_that_divides_by_zero_is_refused(
     client: TestClient, engine: FakeEngine, value: float
 ) -> None:
     for stream in (False, True):
-        body = {"messages": [user("hi")], "repetition_penalty": value, "stream": stream}
+        body = {
+            "model": "tiny",
+            "messages": [user("hi")],
+            "repetition_penalty": value,
+            "stream": stream,
+        }
         error = error_of(client.post("/v1/chat/completions", json=body), 400)
         assert error["param"] == "repetition_penalty"
         assert "(0, 100]" in error["message"]
@@ -136,7 +141,7 @@ def test_B111_a_seed_repeats_its_answer_whoever_is_in_the_batch(nano: Path) -> N
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
 
         def ask(seed: int | None) -> str:
-            body = {"messages": [user("hi")], "seed": seed, **fields}
+            body = {"model": "tiny", "messages": [user("hi")], "seed": seed, **fields}
             return content(httpx2.post(url, json=body, timeout=DEADLINE_S).json())
 
         with ThreadPoolExecutor(4) as pool:

@@ -36,7 +36,13 @@ def ask(client: TestClient, steps: list[str], **fields: Any) -> tuple[str, str, 
 
     The body is written here because half a character in a step is nothing that UTF-8 can hold.
     """
-    fields = {"messages": [user("上🙂 hi")], "test_steps": steps, "max_tokens": 400, **fields}
+    fields = {
+        "model": "tiny",
+        "messages": [user("上🙂 hi")],
+        "test_steps": steps,
+        "max_tokens": 400,
+        **fields,
+    }
     bodies = [json.dumps({**fields, "stream": stream}).encode() for stream in (False, True)]
     whole, stream = (client.post(CHAT, content=body) for body in bodies)
     assert whole.status_code == stream.status_code == 200, whole.text
@@ -112,14 +118,18 @@ def test_half_characters_are_for_test_steps_only(client: TestClient, engine: Fak
         ({"messages": [user("hi")], "test_steps": ["\udcf0"], "temperature": float("nan")}, None),
         ({"messages": [user("hi")], "test_steps": [5]}, "test_steps[0]"),
     ):
-        error = error_of(client.post(CHAT, content=json.dumps(fields).encode()), 400)
+        error = error_of(
+            client.post(CHAT, content=json.dumps({"model": "tiny", **fields}).encode()), 400
+        )
         assert error["param"] == param
     assert engine.submitted == []
 
 
 def test_half_characters_do_not_open_the_hook(engine: FakeEngine, tokenizer: TextTokenizer) -> None:
     client = TestClient(create_app(GatewayConfig(), engine, tokenizer))
-    body = json.dumps({"messages": [user("hi")], "test_steps": ["\udcf0"]}).encode()
+    body = json.dumps(
+        {"model": "tiny", "messages": [user("hi")], "test_steps": ["\udcf0"]}
+    ).encode()
 
     assert error_of(client.post(CHAT, content=body), 400)["param"] == "test_steps"
 
