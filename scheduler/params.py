@@ -15,7 +15,8 @@ MAX_SPECULATIVE_TOKENS = 4
 class Constraint:
     """A grammar that the answer, or what follows its reasoning, must fulfil."""
 
-    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    kind: Literal["json_schema", "regex", "lark", "gbnf", "any"]
+    """"any": no grammar, only what the other fields say."""
     grammar: str
     starts_after: int | None = None
     """The token behind which the grammar begins; None: at the start of the answer."""
@@ -23,6 +24,10 @@ class Constraint:
     """Whether the answer may end before the grammar has begun."""
     banned_before: tuple[int, ...] = ()
     """Tokens that must not come before the grammar begins."""
+    reasoning_end: int | None = None
+    """The token that ends a reasoning of bounded length."""
+    max_reasoning_tokens: int | None = None
+    """After so many tokens without `reasoning_end` it is the only choice; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +91,7 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
-        if self.constraint is not None and self.min_tokens:
+        if self.constraint is not None and self.constraint.kind != "any" and self.min_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must be 0 with a grammar, which says where to end"
             )
