@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -26,7 +27,6 @@ from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import ModelConfig, parse_config
 from whalepod.models.deepseek_v3 import DeepseekV3
-from whalepod.models.moe import MixtureOfExperts
 from whalepod.models.presets import preset_config
 from whalepod.models.weights import DummyWeights
 
@@ -42,20 +42,27 @@ def nano() -> ModelConfig:
     return parse_config(preset_config("v3-nano"))
 
 
+@dataclass(frozen=True)
+class MadeBy:
+    """A placement around a function."""
+
+    owned: range
+    make: MakeExperts
+
+    def routed(self, packed: Packed, layer: str) -> RoutedExperts:
+        return self.make(packed)
+
+
 def make_model(experts: range | None = None, make: MakeExperts | None = None) -> DeepseekV3:
     config = nano()
-    model = DeepseekV3(
+    return DeepseekV3(
         config,
         DummyWeights(config, dtype=torch.float32, seed=0),
         InvariantKernels(),
         max_positions=128,
         absorbed_max_query_tokens=MAX_TOKENS,
-        experts=experts,
+        placement=MadeBy(experts, make) if experts is not None and make is not None else None,
     )
-    for layer in model._layers:
-        if make is not None and isinstance(layer._mlp, MixtureOfExperts):
-            layer._mlp._routed = make(layer._mlp._routed._packed)  # type: ignore[attr-defined]
-    return model
 
 
 def step(model: DeepseekV3, latents: LatentCache, start: int, ids: list[int]) -> Tensor:
