@@ -41,6 +41,8 @@ class DraftModel(Protocol):
         self, previous_hidden_TH: Tensor, batch: ForwardBatch, cache: LatentCache
     ) -> Tensor: ...
 
+    def join(self) -> None: ...
+
     def logits(self, hidden_BH: Tensor) -> Tensor: ...
 
 
@@ -158,15 +160,34 @@ class Drafter:
             block_id = span.block_ids[position // BLOCK_TOKENS]
             self._block_hidden_PH[block_id] = hidden_TH[begin + position - span.start]
 
-    def draft(self, starts: Sequence[DraftStart], choose: Choose) -> list[list[int]]:
+    def join(self, num_passes: int) -> None:
+        """Take part in so many passes of other ranks, without tokens of this one."""
+        for _ in range(num_passes):
+            self._module.join()
+
+    def draft(
+        self, starts: Sequence[DraftStart], choose: Choose, num_passes: int = 0
+    ) -> list[list[int]]:
         """Guess `num_wanted` tokens behind each text, one full pass for each of them.
 
-        The module's own state takes the place of the main model's from the second pass on.
+        The module's own state takes the place of the main model's from the second pass on. Passes
+        up to `num_passes`, which other ranks may run, are joined without tokens.
         """
         drafts: list[list[int]] = [[] for _ in starts]
         active = [i for i, start in enumerate(starts) if start.num_wanted]
-        if not active:
-            return drafts
+        num_own = max((start.num_wanted for start in starts), default=0)
+        if active:
+            self._run_passes(starts, choose, active, drafts)
+        self.join(num_passes - num_own)
+        return drafts
+
+    def _run_passes(
+        self,
+        starts: Sequence[DraftStart],
+        choose: Choose,
+        active: list[int],
+        drafts: list[list[int]],
+    ) -> None:
         hidden_BH = torch.stack([starts[i].hidden_H for i in active])
         while active:
             spans = [_next_token(starts[i], drafts[i]) for i in active]
@@ -179,7 +200,6 @@ class Drafter:
             if len(going_on) < len(active):
                 hidden_BH = hidden_BH[[active.index(i) for i in going_on]]
             active = going_on
-        return drafts
 
 
 def _next_token(start: DraftStart, drafts: Sequence[int]) -> _DraftToken:

@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import torch
 
+from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.transport.interface import Transport
+from whalepod.ep_comm.transport.shm import ShmTransport
 from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
 from whalepod.kernels.invariant import InvariantKernels
@@ -32,6 +35,7 @@ from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row
 from whalepod.scheduler.scheduler import Scheduler
+from whalepod.server.cluster.seat import Seat, prepare_heaps
 from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
 from whalepod.server.engine.acceptance_check import (
     builtin_prompts,
@@ -63,24 +67,26 @@ PROGRESS_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig) -> EngineCore:
+def build_engine(config: EngineConfig, new_placement: NewPlacement | None = None) -> EngineCore:
     """Load the model and put an engine around it, warmed up and ready.
+
+    new_placement  says which experts to load, once the model's configuration is known; None: all
 
     Raises StartupError, one sentence, for what a user can mend.
     """
     try:
-        return _build_engine(config)
+        return _build_engine(config, new_placement)
     except (ConfigError, SourceError, WeightsError, NotInvariantError) as error:
         raise StartupError(str(error)) from error
     except MemoryError as error:
         raise StartupError(f"not enough memory for the model: {error}") from error
 
 
-def _build_engine(config: EngineConfig) -> EngineCore:
+def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> EngineCore:
     started = time.monotonic()
     if config.device.num_threads:
         torch.set_num_threads(config.device.num_threads)
-    loaded = load_model(config)
+    loaded = load_model(config, new_placement)
     config = loaded.engine_config
     model_config, limits = loaded.config, config.scheduler
     cache = _new_cache(config, loaded)
@@ -100,7 +106,9 @@ def _build_engine(config: EngineConfig) -> EngineCore:
     runner = Runner(loaded.model, cache, sampler, batches, speculator)
     max_depth = config.speculation.max_depth if speculator else 0
     warm_up(runner, limits, max_depth)
-    if loaded.mtp is not None and config.source.load_format != "dummy":
+    # a rank of a group has not all experts before the others are there: its guesses mean nothing
+    is_whole = new_placement is None and config.source.load_format != "dummy"
+    if loaded.mtp is not None and is_whole:
         _check_acceptance(loaded, runner, num_blocks, eos_token_ids)
     info = EngineInfo(
         model_type=model_config.model_type,
@@ -115,13 +123,15 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         weights_bytes=loaded.weights_bytes,
         kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
         load_seconds=time.monotonic() - started,
+        expert_bytes=loaded.expert_bytes,
+        num_ranks=config.parallel.expert_parallel_size,
         speculation=_describe(config.speculation, speculator.makers) if speculator else "off",
     )
     return EngineCore(
         _new_scheduler(config, num_blocks, eos_token_ids, loaded, journal),
         runner,
         info,
-        depth=_new_depth(config.speculation) if speculator else None,
+        depth=new_depth(config.speculation) if speculator else None,
         seed=config.source.seed,
         hooks=_new_hooks(config, loaded.folder, eos_token_ids),
         grammars=_new_grammars(loaded, eos_token_ids),
@@ -147,11 +157,27 @@ class LoadedModel:
     """The layer that drafts, if speculation uses it."""
 
     @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of the routed experts that are loaded here."""
+        return self.model.expert_bytes + (self.mtp.expert_bytes if self.mtp else 0)
+
+    @property
     def num_cache_layers(self) -> int:
         return self.config.num_layers + (self.mtp is not None)
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+class NewPlacement(Protocol):
+    """Says where the routed experts live, once it is known how many there are.
+
+    `limits` are settled. Raises StartupError if they cannot be spread.
+    """
+
+    def __call__(
+        self, config: ModelConfig, limits: SchedulerConfig, kernels: Kernels, dtype: torch.dtype
+    ) -> ExpertPlacement: ...
+
+
+def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) -> LoadedModel:
     """Read or make the weights that the configuration names."""
     source, is_dummy = config.source, config.source.load_format == "dummy"
     folder = resolve_model(source.model, source.revision, with_weights=not is_dummy)
@@ -159,6 +185,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     config = replace(config, scheduler=settle_length(config.scheduler, model_config))
     dtype = _choose_dtype(source, model_config)
     kernels = choose_kernels(config.device, dtype)
+    placement = None
+    if new_placement is not None:
+        placement = new_placement(model_config, config.scheduler, kernels, dtype)
     weights: Weights
     if is_dummy:
         weights = DummyWeights(model_config, dtype=dtype, seed=source.seed)
@@ -170,10 +199,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
         kernels,
         max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
+        placement=placement,
     )
     mtp = None
-    if _wants_mtp(config.speculation, model_config):
-        mtp = _load_mtp(model, weights, kernels)
+    if wants_mtp(config.speculation, model_config):
+        mtp = _load_mtp(model, weights, kernels, placement)
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
@@ -198,6 +228,19 @@ def choose_kernels(device: DeviceConfig, dtype: torch.dtype) -> Kernels:
     kernels = CpuKernels(num_threads=device.num_threads or None)
     kernels.warm_up(dtype, _compile_progress())
     return kernels
+
+
+def choose_transport(name: str, seat: Seat, heap_bytes: int) -> Transport:
+    """Return what carries rows between the ranks of a group (`--all2all-backend`)."""
+    if name not in ("auto", "shm"):
+        raise StartupError(
+            f"--all2all-backend {name} cannot be used for the ranks of one machine yet: use shm"
+        )
+    try:
+        prepare_heaps(seat, heap_bytes)
+        return ShmTransport(seat.rank, seat.heap_descriptors)
+    except (RuntimeError, ValueError) as error:
+        raise StartupError(str(error)) from error
 
 
 def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:
@@ -254,7 +297,7 @@ def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
 # -- speculation --------------------------------------------------------------------------------
 
 
-def _wants_mtp(speculation: SpeculationConfig, config: ModelConfig) -> bool:
+def wants_mtp(speculation: SpeculationConfig, config: ModelConfig) -> bool:
     """Say whether the model's own layer drafts. Raises StartupError if it must and is not there."""
     if speculation.is_off or speculation.speculation_method == "lookup":
         return False
@@ -268,7 +311,9 @@ def _wants_mtp(speculation: SpeculationConfig, config: ModelConfig) -> bool:
     return False
 
 
-def _load_mtp(model: DeepseekV3, weights: Weights, kernels: Kernels) -> MtpModule | None:
+def _load_mtp(
+    model: DeepseekV3, weights: Weights, kernels: Kernels, placement: ExpertPlacement | None
+) -> MtpModule | None:
     """Load the first module; more of them are left, since its own state can be fed back.
 
     A checkpoint that lacks the whole layer, as some quantised ones do, is served without drafts;
@@ -284,7 +329,7 @@ def _load_mtp(model: DeepseekV3, weights: Weights, kernels: Kernels) -> MtpModul
                 model.config.num_mtp_layers,
             )
             return None
-    module = MtpModule(model, weights, kernels)
+    module = MtpModule(model, weights, kernels, placement=placement)
     if isinstance(weights, CheckpointWeights) and (unused := weights.unused_mtp_names(0)):
         raise WeightsError(
             f"{unused[0]} is unexpected (and {len(unused) - 1} more): the multi-token-prediction "
@@ -331,7 +376,7 @@ def _check_acceptance(
     report_acceptance(found, layer=loaded.config.num_layers)
 
 
-def _new_depth(speculation: SpeculationConfig) -> Depth:
+def new_depth(speculation: SpeculationConfig) -> Depth:
     if speculation.is_fixed:
         return FixedDepth(speculation.max_depth)
     return AdaptiveDepth(speculation.max_depth)
@@ -378,7 +423,9 @@ def count_blocks(config: EngineConfig, *, block_bytes: int) -> int:
     """
     limits, given_bytes = config.scheduler, config.device.kv_cache_memory_bytes
     num_usable = limits.max_num_seqs * -(-limits.max_model_len // BLOCK_TOKENS)
-    free_bytes = min(int(available_memory_bytes() * SHARE_OF_FREE_MEMORY), DEFAULT_CACHE_BYTES)
+    num_ranks = config.parallel.expert_parallel_size  # of this machine, which they share
+    free_bytes = int(available_memory_bytes() * SHARE_OF_FREE_MEMORY)
+    free_bytes = min(free_bytes, DEFAULT_CACHE_BYTES) // num_ranks
     num_blocks = given_bytes // block_bytes if given_bytes else free_bytes // block_bytes
     if num_blocks < 1:
         raise StartupError(

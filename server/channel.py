@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from whalepod.server.codec import decode, encode
-from whalepod.server.errors import EngineLost, RequestRejected
+from whalepod.server.errors import EngineLost, RequestRejected, RequestWithdrawn
 from whalepod.server.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -34,6 +34,8 @@ from whalepod.server.messages import (
     Submit,
     ToEngine,
     ToGateway,
+    Withdraw,
+    Withdrawn,
 )
 from whalepod.server.outputs import join_outputs
 
@@ -77,6 +79,12 @@ class EngineServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context)
         self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def wake_on(self, descriptor: int) -> None:
+        """Let a readable file descriptor, too, end the sleep of `receive`."""
+        self._poller.register(descriptor, zmq.POLLIN)
 
     def receive(self, *, wait: bool) -> list[ToEngine]:
         """Return the messages that have come; with `wait` sleep up to `poll_s` for the first.
@@ -84,7 +92,7 @@ class EngineServer:
         A frame that is no message of the gateway is logged and dropped.
         """
         messages: list[ToEngine] = []
-        if wait and not self._socket.poll(self._poll_ms):
+        if wait and not self._poller.poll(self._poll_ms):
             return messages
         with suppress(zmq.Again):
             while len(messages) < MAX_RECEIVED_AT_ONCE:
@@ -114,7 +122,7 @@ def _decode_or_none(frame: bytes) -> ToEngine | None:
     except MessageError as error:
         logger.error("dropped a frame of the gateway: %s", error)
         return None
-    if isinstance(message, Submit | Abort | Ping | Shutdown):
+    if isinstance(message, Submit | Abort | Withdraw | Ping | Shutdown):
         return message
     logger.error("dropped a %s: the gateway does not send these", type(message).__name__)
     return None
@@ -250,6 +258,12 @@ class EngineChannel:
             if num_live and not mailbox.has_failed:
                 self._send(Abort(request_id=request_id))
 
+    def withdraw(self, request_id: str) -> None:
+        """Ask for a request back that may not have begun: its reader raises RequestWithdrawn if
+        so, and hears nothing otherwise."""
+        if request_id in self._mailboxes and self._failure is None:
+            self._send(Withdraw(request_id=request_id))
+
     async def ping(self, timeout_s: float) -> Stats:
         """Return fresh counters from the engine loop itself; EngineLost after `timeout_s`."""
         self._check_well()
@@ -265,6 +279,10 @@ class EngineChannel:
             raise EngineLost(f"the engine's loop did not answer within {timeout_s} s") from None
         finally:
             del self._pings[nonce]
+
+    def fail(self, reason: str) -> None:
+        """Give the engine up: all who wait for it raise EngineLost."""
+        self._fail(reason)
 
     def _check_well(self) -> None:
         if self._failure is not None:
@@ -306,6 +324,9 @@ class EngineChannel:
             case Rejected():
                 if (mailbox := self._mailboxes.get(message.request_id)) is not None:
                     mailbox.fail(RequestRejected(message.code, message.message))
+            case Withdrawn():
+                if (mailbox := self._mailboxes.get(message.request_id)) is not None:
+                    mailbox.fail(RequestWithdrawn(message.request_id))
             case EngineFailed():
                 self._fail(message.message)
             case _:

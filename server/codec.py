@@ -32,6 +32,8 @@ from whalepod.server.messages import (
     Submit,
     ToEngine,
     ToGateway,
+    Withdraw,
+    Withdrawn,
 )
 
 T = TypeVar("T")
@@ -41,7 +43,8 @@ Encoder = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ..
 MESSAGE_TYPES: Mapping[str, type] = {
     cls.__name__: cls
     for cls in (
-        Submit, Abort, Ping, Shutdown, EngineInfo, StepOutputs, Rejected, Pong, EngineFailed,
+        Submit, Abort, Withdraw, Ping, Shutdown, EngineInfo, StepOutputs, Rejected, Withdrawn,
+        Pong, EngineFailed,
     )
 }  # fmt: skip
 _REQUIRED: Any = object()

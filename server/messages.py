@@ -41,6 +41,13 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """Gateway to engine: give a request back if it has not begun; answered by `Withdrawn` then."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
     """Gateway to engine: answered by the engine loop itself, between two steps."""
 
@@ -68,6 +75,10 @@ class EngineInfo:
     weights_bytes: int
     kv_bytes_per_token: int
     load_seconds: float
+    expert_bytes: int = 0
+    """Of the routed experts that are loaded here."""
+    num_ranks: int = 1
+    """Ranks that the experts are spread over."""
     speculation: str = "off"
     """Who drafts and how many tokens, for people: "mtp, adaptive up to 4"."""
 
@@ -137,6 +148,13 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn:
+    """Engine to gateway: the request was still queued and is forgotten."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pong:
     nonce: int
     stats: Stats
@@ -149,8 +167,8 @@ class EngineFailed:
     message: str
 
 
-ToEngine: TypeAlias = Submit | Abort | Ping | Shutdown
-ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Pong | EngineFailed
+ToEngine: TypeAlias = Submit | Abort | Withdraw | Ping | Shutdown
+ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Withdrawn | Pong | EngineFailed
 
 
 class MessageError(ValueError):
