@@ -47,9 +47,12 @@ class EngineProcess:
         name: str = "the engine",
         payload: bytes | None = None,
         pass_fds: Sequence[int] = (),
+        shared_folder: Path | None = None,
     ) -> None:
         """name: in messages for people; payload: what it reads on stdin, None: its configuration;
-        pass_fds: descriptors that it inherits."""
+        pass_fds: descriptors that it inherits; shared_folder: what it removes with its own if its
+        launcher is killed."""
+        self._shared_folder = shared_folder
         self._name = name
         self._payload = encode_value(config) if payload is None else payload
         self._pass_fds = tuple(pass_fds)
@@ -157,6 +160,8 @@ class EngineProcess:
 
     def _spawn(self, address: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", self._module]
+        if self._shared_folder is not None:
+            command += ["--shared-folder", str(self._shared_folder)]
         process = subprocess.Popen(
             [*command, "--address", address, "--parent-pid", str(os.getpid())],
             env=_environment(self._config.device.num_threads),

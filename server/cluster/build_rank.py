@@ -101,6 +101,7 @@ class RankBuilder:
             ),
             timeout_ms=1e3 * config.parallel.dispatch_timeout_s,
             ring=self._bells.ring,
+            note=self._note,
         )
         engine = LockstepEngine(
             core,

@@ -183,6 +183,7 @@ class RankGroup:
             name=f"rank {rank}'s",
             payload=encode_value(RankConfig(seat=seat, engine=self._config)),
             pass_fds=(*self._heaps, *self._bell_descriptors),
+            shared_folder=self._folder,
         )
 
     def _wait_for(self, rank: int, process: EngineProcess) -> None:

@@ -12,7 +12,7 @@ import torch
 from whalepod.ep_comm.exchange import Exchange
 from whalepod.ep_comm.group import CallFailed, CallStatus, Group
 from whalepod.ep_comm.handshake import HandshakeError, shake_hands
-from whalepod.ep_comm.parallel import Dispatcher
+from whalepod.ep_comm.parallel import Dispatcher, Note, note_nothing
 from whalepod.ep_comm.traffic import GroupHeap
 from whalepod.server.cluster.lockstep import Decision, Lockstep, Mismatch, Remove, Step
 from whalepod.server.cluster.membership import Membership, MembershipStore, change
@@ -54,6 +54,7 @@ class GroupMember:
                layer may only be slow, who is late here is taken out
     described  what all ranks must agree on (see `handshake.describe`)
     ring       wakes the ranks that sleep
+    note       hears when this rank waits for the others' records
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class GroupMember:
         *,
         timeout_ms: float,
         ring: Callable[[], None] = lambda: None,
+        note: Note = note_nothing,
     ) -> None:
+        self._note = note
         self.rank = control.rank
         self.membership = Membership(0)
         self._control = control
@@ -151,8 +154,10 @@ class GroupMember:
         self._exchange.post(to_tensor(record, self._control.num_ranks))
         if wakes_others:
             self._ring()
+        self._note("the step", "gather of records")
         deadline_ms = self._control.deadline(self._gather_ms)
         found, status = self._exchange.collect(torch.int64, deadline_ms)
+        self._note("", "")
         if status.must_stop:
             self._accuse(status)
             return None

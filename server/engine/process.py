@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -74,13 +75,13 @@ def serve(core: ServedEngine, server: EngineServer, should_stop: Callable[[], bo
             server.send(outputs)
 
 
-def run(address: str, parent_pid: int, open_engine: Open) -> int:
+def run(address: str, parent_pid: int, open_engine: Open, folders: Sequence[str]) -> int:
     """Open the engine that stdin describes and serve until told to stop; return the exit code."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle
     threading.Thread(
-        target=_follow_parent, args=(parent_pid, address), name="follow-parent", daemon=True
+        target=_follow_parent, args=(parent_pid, folders), name="follow-parent", daemon=True
     ).start()
     server = EngineServer(address, stop.is_set)
     try:
@@ -99,27 +100,21 @@ def run(address: str, parent_pid: int, open_engine: Open) -> int:
     finally:
         server.close()
         if os.getppid() != parent_pid:
-            _remove_socket(address)
+            _remove(folders)
 
 
-def _follow_parent(parent_pid: int, address: str) -> None:
+def _follow_parent(parent_pid: int, folders: Sequence[str]) -> None:
     """End this process when its launcher died: nobody else would."""
     while os.getppid() == parent_pid:
         threading.Event().wait(PARENT_POLL_S)
-    _remove_socket(address)
+    _remove(folders)
     os._exit(1)
 
 
-def _remove_socket(address: str) -> None:
-    """Remove the launcher's folder, which it cannot do any more."""
-    path = address.removeprefix("ipc://")
-    for remove, name in ((os.unlink, path), (os.rmdir, os.path.dirname(path))):
-        try:
-            remove(name)
-        except FileNotFoundError:
-            pass  # both threads may come here
-        except OSError as error:
-            logger.warning("left behind %s: %s", name, error)
+def _remove(folders: Sequence[str]) -> None:
+    """Remove the launcher's folders, which it cannot do any more; others may do so, too."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(arguments: Sequence[str], build: Build) -> int:
@@ -132,9 +127,13 @@ def main_of(arguments: Sequence[str], open_engine: Open, name: str = "engine") -
     parser = argparse.ArgumentParser(prog=f"whalepod {name}")
     parser.add_argument("--address", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--shared-folder", help="removed too, if the launcher cannot")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format=f"{name}: %(message)s", stream=sys.stderr)
-    return run(options.address, options.parent_pid, open_engine)
+    folders = [os.path.dirname(options.address.removeprefix("ipc://"))]
+    if options.shared_folder:
+        folders.append(options.shared_folder)
+    return run(options.address, options.parent_pid, open_engine, folders)
 
 
 if __name__ == "__main__":

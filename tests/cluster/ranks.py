@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -244,8 +244,12 @@ def run_group(
     seed: int | None = None,
     notes: Mapping[int, Note] | None = None,
     max_turns: int = 4000,
+    dead: Collection[int] = (),
 ) -> list[Rank | Exception]:
-    """Run all ranks until `script` has nothing more for any (raises StopIteration) and all idle."""
+    """Run all ranks until `script` has nothing more for any (raises StopIteration) and all idle.
+
+    dead  ranks that end with an exception, and leave without a word: their aborts are lost
+    """
     heap = group_heap(num_ranks, settings)
     group = LoopbackGroup(num_ranks, heap.layout.num_bytes, seed=seed)
     for transport in group.transports:
@@ -256,6 +260,8 @@ def run_group(
     def program(transport: Transport) -> Rank:
         note = (notes or {}).get(transport.rank, note_nothing)
         rank = new_rank(transport, heap, store, settings, note=note)
+        if transport.rank in dead:
+            rank.dispatcher.abort = lambda: None  # type: ignore[method-assign]
         try:
             while not all(is_done):
                 assert rank.num_turns < max_turns, f"rank {transport.rank} does not come to an end"
@@ -265,6 +271,10 @@ def run_group(
                     messages, is_done[transport.rank] = (), rank.engine.may_sleep
                 rank.turn(messages)
             rank.core.check()
+        except BaseException as error:
+            if transport.rank in dead:
+                raise RuntimeError("it is dead") from error
+            raise
         finally:
             is_done[transport.rank] = True
         return rank
