@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -223,6 +223,11 @@ class EngineChannel:
     def stats(self) -> Stats:
         """The newest counters that the engine sent."""
         return self._stats
+
+    @property
+    def rank_stats(self) -> Mapping[int, Stats]:
+        """The same: this is the only rank."""
+        return {0: self._stats}
 
     @property
     def failure(self) -> str | None:

@@ -127,6 +127,8 @@ class Stats:
     num_accepted_by_position: tuple[int, ...] = ()
     num_speculative_tokens: int = 0
     """Drafts that each row of the last step was asked for."""
+    waited_ms: tuple[int, ...] = ()
+    """For each rank of the group, how long this one has waited for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from whalepod.ep_comm.group import CallFailed
 from whalepod.ep_comm.parallel import Dispatcher
@@ -22,8 +23,10 @@ from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.speculation import step_record
 from whalepod.server.messages import (
     EngineInfo,
+    Pong,
     Rejected,
     SequenceOutput,
+    Stats,
     StepOutputs,
     Submit,
     ToEngine,
@@ -106,7 +109,16 @@ class LockstepEngine:
                 )
             else:
                 replies += self._core.receive([message])
-        return [*replies, *self._refuse_if_stalled()]
+        replies += self._refuse_if_stalled()
+        return [
+            replace(reply, stats=self._stats) if isinstance(reply, Pong | StepOutputs) else reply
+            for reply in replies
+        ]
+
+    @property
+    def _stats(self) -> Stats:
+        waited_ms = tuple(int(ms) for ms in self._dispatcher.group.wait_ms_R.tolist())
+        return replace(self._core.stats, waited_ms=waited_ms)
 
     @property
     def _has_stalled_too_long(self) -> bool:
@@ -136,7 +148,7 @@ class LockstepEngine:
         outputs += self._take_turn()
         if not outputs and not self._has_run:
             return None
-        return StepOutputs(outputs=tuple(outputs), stats=self._core.stats)
+        return StepOutputs(outputs=tuple(outputs), stats=self._stats)
 
     def _take_turn(self) -> Sequence[SequenceOutput]:
         member = self._member

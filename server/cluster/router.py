@@ -281,6 +281,8 @@ def add_stats(stats: Sequence[Stats]) -> Stats:
         if name == "num_accepted_by_position":
             depth = max((len(counts) for counts in values), default=0)
             totals[name] = tuple([sum(c[i] for c in values if i < len(c)) for i in range(depth)])
+        elif name == "waited_ms":
+            totals[name] = ()
         elif name in ("step_time_us", "num_speculative_tokens"):
             totals[name] = max(values, default=0)
         else:

@@ -25,6 +25,7 @@ from whalepod.server.gateway.limits import (
 from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
+from whalepod.server.gateway.rank_metrics import RankCollector
 from whalepod.server.gateway.schema import SamplingFields
 from whalepod.server.gateway.scripted_turns import read_script, steps_for
 from whalepod.server.gateway.tokenizer import TextTokenizer
@@ -49,6 +50,7 @@ class Gateway:
         self.upstream = upstream
         self.tokenizer = tokenizer
         self.metrics = Metrics(lambda: upstream.stats)
+        self.metrics.registry.register(RankCollector(lambda: upstream.rank_stats))
         self.offload = Offload(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
         family = choose_family(
             tokenizer.chat_template,

@@ -34,6 +34,10 @@ class CoreUpstream:
     def stats(self) -> Stats:
         return self.core.stats
 
+    @property
+    def rank_stats(self) -> dict[int, Stats]:
+        return {0: self.stats}
+
     async def ping(self, timeout_s: float) -> Stats:
         return self.stats
 
