@@ -99,6 +99,9 @@ class RecordedScheduler(Scheduler):
     def cancel(self, request_id: str) -> None:
         self._record("cancel", [request_id], super().cancel, request_id)
 
+    def reset_prefix_cache(self) -> int:
+        return self._record("reset_prefix_cache", [], super().reset_prefix_cache)
+
     def step(self, num_drafts: int = 0, max_tokens: int | None = None) -> Plan | None:
         values = [num_drafts, max_tokens]
         return self._record("step", values, super().step, num_drafts, max_tokens)
@@ -191,6 +194,7 @@ def _call(scheduler: Scheduler, name: str, arguments: tuple[Any, ...]) -> tuple[
     calls: dict[str, Callable[..., object]] = {
         "add": lambda *values: scheduler.add(_request(values)),
         "cancel": scheduler.cancel,
+        "reset_prefix_cache": scheduler.reset_prefix_cache,
         "step": scheduler.step,
         "finish": lambda values: scheduler.finish(_step_result(values)),
         "finish_failed": scheduler.finish_failed,

@@ -80,6 +80,7 @@ class Scheduler:
         if self._num_queued_requests >= self.config.max_num_queued_reqs:
             raise QueueFull(self._num_queued_requests, self.config.max_num_queued_reqs)
         request.arrival = self._num_arrivals
+        request.arrival_us = self._counters.clock_us
         self._num_arrivals += 1
         self._num_queued_requests += 1
         self._requests[request.request_id] = request
@@ -119,6 +120,10 @@ class Scheduler:
             self._drop(request)
         else:
             self._cancelled.append(request)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget the texts that nobody uses; return the number of blocks that are free now."""
+        return self.pool.forget_cached()
 
     def owner(self, sequence_id: int) -> tuple[str, int]:
         """Return request id and index of a live sequence. Raises KeyError."""
@@ -175,6 +180,7 @@ class Scheduler:
             return
         request.was_admitted = True
         request.num_cached_tokens = sequence.num_computed
+        request.queue_us = self._counters.clock_us - request.arrival_us
         self._num_queued_requests -= 1
         self._counters.prefix_cache_queries_tokens += sequence.num_prompt_tokens
         self._counters.prefix_cache_hits_tokens += sequence.num_computed
@@ -268,6 +274,7 @@ class Scheduler:
             logprobs=list(result.logprobs[:num_kept]),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=sequence.request.num_cached_tokens,
+            queue_us=sequence.request.queue_us,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
         )

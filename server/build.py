@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -20,50 +19,44 @@ from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
 from whalepod.kernels.invariant import InvariantKernels
 from whalepod.kernels.reference import ReferenceKernels
-from whalepod.models.cache import LatentCache
 from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.source import EMBEDDED_MODEL, SourceError, resolve_model
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
-from whalepod.mtp.config import SpeculationConfig
-from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
-from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS, Drafter
+from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row
 from whalepod.scheduler.scheduler import Scheduler
+from whalepod.server.build_speculation import (
+    check_acceptance,
+    describe_speculation,
+    load_mtp,
+    new_depth,
+    new_speculator,
+    wants_mtp,
+)
+from whalepod.server.cache_memory import new_cache, settle_length
 from whalepod.server.cluster.seat import Seat, prepare_heaps
 from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
-from whalepod.server.engine.acceptance_check import (
-    builtin_prompts,
-    measure_acceptance,
-    report_acceptance,
-)
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
 from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner, RunnerSequence
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import SamplingState
-from whalepod.server.engine.speculation import Speculator
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
+from whalepod.server.progress import reporter
 from whalepod.server.structured.interface import Compiler
 
-SHARE_OF_FREE_MEMORY = 0.5
-"""What the cache may take of the memory that is free once the weights are loaded."""
-DEFAULT_CACHE_BYTES = 4 << 30
-"""The most that it takes unasked; pages count only once they are written."""
 ANY_CHUNK = 2**31
 """Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
 CANARY_POSITIONS = 2 * BLOCK_TOKENS
 """The canary's text needs so many, however short the requests may be."""
-PROGRESS_S = 2.0
-"""Seconds between two lines about the weights."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -89,7 +82,12 @@ def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> E
     loaded = load_model(config, new_placement)
     config = loaded.engine_config
     model_config, limits = loaded.config, config.scheduler
-    cache = _new_cache(config, loaded)
+    cache = new_cache(
+        config,
+        num_layers=loaded.num_cache_layers,
+        row_width=model_config.cache_row_width,
+        dtype=loaded.model.dtype,
+    )
     num_blocks = cache.rows_LPBC.shape[1]
     eos_token_ids = _eos_token_ids(loaded)
     journal = _open_journal(config.record)
@@ -101,15 +99,28 @@ def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> E
         max_rows=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
     )
-    with_lookup = _wants_lookup(config.speculation, loaded.mtp is not None)
-    speculator = _new_speculator(loaded, cache, batches, sampler, with_lookup=with_lookup)
+    speculator = new_speculator(
+        config.speculation,
+        loaded.mtp,
+        cache,
+        batches,
+        sampler,
+        hidden_size=model_config.hidden_size,
+    )
     runner = Runner(loaded.model, cache, sampler, batches, speculator)
     max_depth = config.speculation.max_depth if speculator else 0
     warm_up(runner, limits, max_depth)
     # a rank of a group has not all experts before the others are there: its guesses mean nothing
     is_whole = new_placement is None and config.source.load_format != "dummy"
     if loaded.mtp is not None and is_whole:
-        _check_acceptance(loaded, runner, num_blocks, eos_token_ids)
+        check_acceptance(
+            runner,
+            limits,
+            model_config,
+            loaded.folder,
+            num_blocks=num_blocks,
+            eos_token_ids=eos_token_ids,
+        )
     info = EngineInfo(
         model_type=model_config.model_type,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
@@ -125,7 +136,7 @@ def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> E
         load_seconds=time.monotonic() - started,
         expert_bytes=loaded.expert_bytes,
         num_ranks=config.parallel.expert_parallel_size,
-        speculation=_describe(config.speculation, speculator.makers) if speculator else "off",
+        speculation=describe_speculation(config.speculation, speculator),
     )
     return EngineCore(
         _new_scheduler(config, num_blocks, eos_token_ids, loaded, journal),
@@ -192,7 +203,9 @@ def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) 
     if is_dummy:
         weights = DummyWeights(model_config, dtype=dtype, seed=source.seed)
     else:
-        weights = CheckpointWeights(folder, model_config, dtype=dtype, progress=_progress())
+        weights = CheckpointWeights(
+            folder, model_config, dtype=dtype, progress=reporter("weights", "MiB", 1 << 20)
+        )
     model = DeepseekV3(
         model_config,
         weights,
@@ -203,7 +216,7 @@ def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) 
     )
     mtp = None
     if wants_mtp(config.speculation, model_config):
-        mtp = _load_mtp(model, weights, kernels, placement)
+        mtp = load_mtp(model, weights, kernels, placement)
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
@@ -226,7 +239,7 @@ def choose_kernels(device: DeviceConfig, dtype: torch.dtype) -> Kernels:
     if device.kernels == "reference":
         return ReferenceKernels()
     kernels = CpuKernels(num_threads=device.num_threads or None)
-    kernels.warm_up(dtype, _compile_progress())
+    kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
     return kernels
 
 
@@ -257,30 +270,6 @@ def _absorbed_max_query_tokens(config: EngineConfig) -> int:
     return config.device.absorbed_max_query_tokens
 
 
-def _progress() -> Callable[[int, int], None]:
-    """Return a reporter of bytes read that writes a line now and then."""
-    last = time.monotonic()
-
-    def report(num_read: int, num_bytes: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > PROGRESS_S:
-            last = time.monotonic()
-            logger.info("weights: %d of %d MiB", num_read >> 20, num_bytes >> 20)
-
-    return report
-
-
-def _compile_progress() -> Callable[[int, int], None]:
-    """Return a reporter of compiled kernels that is silent when all came from the cache."""
-    started = time.monotonic()
-
-    def report(num_done: int, num_regions: int) -> None:
-        if time.monotonic() - started > PROGRESS_S:
-            logger.info("compiling kernels (once): %d of %d", num_done, num_regions)
-
-    return report
-
-
 def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
     """Return the ends of sequence that config.json and generation_config.json name."""
     file = loaded.folder / "generation_config.json"
@@ -292,157 +281,6 @@ def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
         raise StartupError(f"{file} cannot be read: {error}") from error
     ids = [] if extra is None else extra if isinstance(extra, list) else [extra]
     return frozenset(loaded.config.eos_token_ids).union(ids)
-
-
-# -- speculation --------------------------------------------------------------------------------
-
-
-def wants_mtp(speculation: SpeculationConfig, config: ModelConfig) -> bool:
-    """Say whether the model's own layer drafts. Raises StartupError if it must and is not there."""
-    if speculation.is_off or speculation.speculation_method == "lookup":
-        return False
-    if config.num_mtp_layers:
-        return True
-    if speculation.speculation_method == "mtp":
-        raise StartupError(
-            "--speculation-method mtp needs a multi-token-prediction layer, and config.json has "
-            "num_nextn_predict_layers = 0: use --speculation-method lookup"
-        )
-    return False
-
-
-def _load_mtp(
-    model: DeepseekV3, weights: Weights, kernels: Kernels, placement: ExpertPlacement | None
-) -> MtpModule | None:
-    """Load the first module; more of them are left, since its own state can be fed back.
-
-    A checkpoint that lacks the whole layer, as some quantised ones do, is served without drafts;
-    one that has a part of it raises WeightsError.
-    """
-    names: tuple[str, ...] = ()
-    if isinstance(weights, CheckpointWeights):
-        names = weights.mtp_names()
-        if not names:
-            logger.warning(
-                "config.json names %d multi-token-prediction layers, but the checkpoint has no "
-                "tensor of them: no drafts",
-                model.config.num_mtp_layers,
-            )
-            return None
-    module = MtpModule(model, weights, kernels, placement=placement)
-    if isinstance(weights, CheckpointWeights) and (unused := weights.unused_mtp_names(0)):
-        raise WeightsError(
-            f"{unused[0]} is unexpected (and {len(unused) - 1} more): the multi-token-prediction "
-            "layer that config.json describes has no place for it"
-        )
-    return module
-
-
-def _wants_lookup(speculation: SpeculationConfig, has_mtp: bool) -> bool:
-    """Say whether drafts are looked up: beside the model's own, or where they are asked for."""
-    if speculation.is_off or speculation.speculation_method == "mtp":
-        return False
-    return has_mtp or speculation.is_explicit
-
-
-def _new_speculator(
-    loaded: LoadedModel,
-    cache: LatentCache,
-    batches: BatchBuilder,
-    sampler: Sampler,
-    *,
-    with_lookup: bool,
-) -> Speculator | None:
-    if loaded.mtp is None and not with_lookup:
-        return None
-    drafter = None
-    if loaded.mtp is not None:
-        drafter = Drafter(loaded.mtp, cache, batches, hidden_size=loaded.config.hidden_size)
-    return Speculator(drafter, sampler, with_lookup=with_lookup)
-
-
-def _check_acceptance(
-    loaded: LoadedModel, runner: Runner, num_blocks: int, eos_token_ids: frozenset[int]
-) -> None:
-    """Continue a few prompts and warn if the layer never guesses right."""
-    prompts = builtin_prompts(loaded.folder, loaded.config.vocab_size)
-    found = measure_acceptance(
-        runner,
-        loaded.engine_config.scheduler,
-        prompts,
-        num_blocks=num_blocks,
-        eos_token_ids=eos_token_ids,
-    )
-    report_acceptance(found, layer=loaded.config.num_layers)
-
-
-def new_depth(speculation: SpeculationConfig) -> Depth:
-    if speculation.is_fixed:
-        return FixedDepth(speculation.max_depth)
-    return AdaptiveDepth(speculation.max_depth)
-
-
-def _describe(speculation: SpeculationConfig, makers: Sequence[str]) -> str:
-    kind = "fixed at" if speculation.is_fixed else "adaptive up to"
-    acceptance = speculation.speculation_acceptance
-    return f"{' + '.join(makers)}, {kind} {speculation.max_depth}, {acceptance}"
-
-
-# -- memory -------------------------------------------------------------------------------------
-
-
-def settle_length(limits: SchedulerConfig, config: ModelConfig) -> SchedulerConfig:
-    """Return the limits with the model's own length where none was given."""
-    if not limits.max_model_len:
-        return replace(limits, max_model_len=config.max_position_embeddings)
-    if limits.max_model_len > config.max_position_embeddings:
-        raise StartupError(
-            f"max_model_len ({limits.max_model_len}) is over the model's "
-            f"max_position_embeddings ({config.max_position_embeddings}): lower --max-model-len"
-        )
-    return limits
-
-
-def _new_cache(config: EngineConfig, loaded: LoadedModel) -> LatentCache:
-    model_config, dtype = loaded.config, loaded.model.dtype
-    row_bytes = loaded.num_cache_layers * model_config.cache_row_width * dtype.itemsize
-    num_blocks = count_blocks(config, block_bytes=row_bytes * BLOCK_TOKENS)
-    return LatentCache(
-        num_layers=loaded.num_cache_layers,
-        num_blocks=num_blocks,
-        row_width=model_config.cache_row_width,
-        dtype=dtype,
-        device=config.device.device,
-    )
-
-
-def count_blocks(config: EngineConfig, *, block_bytes: int) -> int:
-    """Return the blocks that fit: into the given memory, or as many as all requests can use.
-
-    Raises StartupError when there is no room for one.
-    """
-    limits, given_bytes = config.scheduler, config.device.kv_cache_memory_bytes
-    num_usable = limits.max_num_seqs * -(-limits.max_model_len // BLOCK_TOKENS)
-    num_ranks = config.parallel.expert_parallel_size  # of this machine, which they share
-    free_bytes = int(available_memory_bytes() * SHARE_OF_FREE_MEMORY)
-    free_bytes = min(free_bytes, DEFAULT_CACHE_BYTES) // num_ranks
-    num_blocks = given_bytes // block_bytes if given_bytes else free_bytes // block_bytes
-    if num_blocks < 1:
-        raise StartupError(
-            f"the KV cache has {given_bytes or free_bytes} bytes and one block of {BLOCK_TOKENS} "
-            f"tokens takes {block_bytes}: give it more with --kv-cache-memory"
-        )
-    return num_blocks if given_bytes else min(num_blocks, num_usable)
-
-
-def available_memory_bytes() -> int:
-    """Return the memory that new pages may take without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return kib * 1024
 
 
 # -- the engine ---------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     SequenceOutput,
     Shutdown,
     Stats,
@@ -122,7 +123,7 @@ def _decode_or_none(frame: bytes) -> ToEngine | None:
     except MessageError as error:
         logger.error("dropped a frame of the gateway: %s", error)
         return None
-    if isinstance(message, Submit | Abort | Withdraw | Ping | Shutdown):
+    if isinstance(message, Submit | Abort | Withdraw | Ping | ResetPrefixCache | Shutdown):
         return message
     logger.error("dropped a %s: the gateway does not send these", type(message).__name__)
     return None
@@ -288,6 +289,11 @@ class EngineChannel:
     def fail(self, reason: str) -> None:
         """Give the engine up: all who wait for it raise EngineLost."""
         self._fail(reason)
+
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget cached texts; a ping behind it tells when it has."""
+        self._check_well()
+        self._send(ResetPrefixCache())
 
     def _check_well(self) -> None:
         if self._failure is not None:

@@ -27,6 +27,7 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     Shutdown,
     StepOutputs,
     Submit,
@@ -43,8 +44,8 @@ Encoder = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ..
 MESSAGE_TYPES: Mapping[str, type] = {
     cls.__name__: cls
     for cls in (
-        Submit, Abort, Withdraw, Ping, Shutdown, EngineInfo, StepOutputs, Rejected, Withdrawn,
-        Pong, EngineFailed,
+        Submit, Abort, Withdraw, Ping, ResetPrefixCache, Shutdown,
+        EngineInfo, StepOutputs, Rejected, Withdrawn, Pong, EngineFailed,
     )
 }  # fmt: skip
 _REQUIRED: Any = object()

@@ -91,11 +91,21 @@ class GatewayConfig:
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on"] = 8000
     api_key: Annotated[tuple[str, ...], "accepted keys; none: no key is asked for"] = ()
+    api_key_file: Annotated[str | None, "file with more accepted keys, one a line"] = None
+    cors_allow_origin: Annotated[
+        tuple[str, ...], "origins whose pages may use this server; none: no other origin's"
+    ] = ()
+    admin_port: Annotated[int, "port of the admin routes; 0: there are none"] = 0
+    admin_host: Annotated[str, "address of the admin routes"] = "127.0.0.1"
+    admin_key: Annotated[tuple[str, ...], "keys that open the admin routes"] = ()
     served_model_name: Annotated[tuple[str, ...], "names that requests may use"] = ()
     chat_template: Annotated[str | None, "file that replaces the checkpoint's template"] = None
     reasoning_parser: Annotated[str, "auto: what the chat template's model family needs"] = "auto"
     tool_call_parser: Annotated[str, "auto: what the chat template's model family needs"] = "auto"
     max_body_bytes: Annotated[int, "largest accepted request body"] = 4 * 1024 * 1024
+    request_timeout_s: Annotated[float, "longest time of one request; 0: any"] = 3600.0
+    drain_timeout_s: Annotated[float, "time that a stopping server gives to live requests"] = 30.0
+    sse_keep_alive_interval_s: Annotated[float, "a silent stream pings this often"] = 15.0
     ready_timeout_s: Annotated[float, "deadline for the engine to answer /ready"] = 5.0
     enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
     test_script: Annotated[str | None, "JSONL file of answers to requests without test_steps"] = (
@@ -103,8 +113,22 @@ class GatewayConfig:
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port must be in 0..65535, got {self.port}")
+        for name in ("port", "admin_port"):
+            if not 0 <= (port := getattr(self, name)) <= 65535:
+                raise ValueError(f"{name} must be in 0..65535, got {port}")
+        for name in ("request_timeout_s", "drain_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("sse_keep_alive_interval_s", "ready_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be over 0, got {getattr(self, name)}")
+        if bool(self.admin_port) != bool(self.admin_key):
+            raise ValueError(
+                f"admin_port ({self.admin_port}) and admin_key ({len(self.admin_key)} given) go "
+                "together: give both or none"
+            )
+        if self.admin_port and self.admin_port == self.port:
+            raise ValueError(f"admin_port and port must differ, both are {self.port}")
         if self.enable_test_hooks and self.host not in ("127.0.0.1", "localhost", "::1"):
             raise ValueError(
                 f"enable_test_hooks needs a loopback host, got {self.host!r}: drop one of the two"
@@ -113,3 +137,7 @@ class GatewayConfig:
             raise ValueError(
                 "test_script needs enable_test_hooks: add the second or drop the first"
             )
+
+    @property
+    def asks_for_key(self) -> bool:
+        return bool(self.api_key or self.api_key_file)

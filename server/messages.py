@@ -55,6 +55,11 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResetPrefixCache:
+    """Gateway to engine: forget all cached texts that no live request uses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """Gateway to engine: stop after the current step."""
 
@@ -94,6 +99,8 @@ class SequenceOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     num_cached_tokens: int = 0
+    queue_us: int = 0
+    """Time from the request's arrival in the engine to its admission."""
     finish_reason: str | None = None
     stop_token_id: int | None = None
     num_accepted_drafts: int = 0
@@ -169,7 +176,7 @@ class EngineFailed:
     message: str
 
 
-ToEngine: TypeAlias = Submit | Abort | Withdraw | Ping | Shutdown
+ToEngine: TypeAlias = Submit | Abort | Withdraw | Ping | ResetPrefixCache | Shutdown
 ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Withdrawn | Pong | EngineFailed
 
 

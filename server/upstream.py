@@ -40,6 +40,13 @@ class Upstream(Protocol):
         """
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget the cached texts that no live request uses, before the next ping.
+
+        Raises EngineLost when it is lost already.
+        """
+        ...
+
     async def ping(self, timeout_s: float) -> Stats:
         """Return fresh counters from the engine loop itself; EngineLost after `timeout_s`."""
         ...

@@ -61,7 +61,11 @@ class Flag:
         return ENV_PREFIX + self.name.replace("-", "_").upper()
 
 
-def flags_of(config: type, groups: Mapping[type, str]) -> dict[str, Flag]:
+Groups = Mapping[type | str, str]
+"""The help groups of dataclasses, and of single fields by their names."""
+
+
+def flags_of(config: type, groups: Groups) -> dict[str, Flag]:
     """List the flags of a dataclass and of the dataclasses in it, by field name, in order."""
     flags: dict[str, Flag] = {}
     hints = get_type_hints(config, include_extras=True)
@@ -71,7 +75,8 @@ def flags_of(config: type, groups: Mapping[type, str]) -> dict[str, Flag]:
             nested = flags_of(hint, groups)
             flags |= {name: flag for name, flag in nested.items() if name not in flags}
         elif field.name not in flags:
-            flags[field.name] = _flag(field, hint, groups.get(config, "Options"))
+            group = groups.get(field.name) or groups.get(config, "Options")
+            flags[field.name] = _flag(field, hint, group)
     return flags
 
 
@@ -107,7 +112,7 @@ def add_command(
     run: Callable[..., int | None],
     *configs: type,
     name: str,
-    groups: Mapping[type, str] | None = None,
+    groups: Groups | None = None,
     positional: Sequence[str] = (),
     env_fields: Sequence[str] | None = None,
 ) -> None:

@@ -21,7 +21,8 @@ from whalepod.kernels.interface import Kernels
 from whalepod.models.config import ModelConfig
 from whalepod.mtp.depth import Depth
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.server.build import build_engine, choose_transport, new_depth
+from whalepod.server.build import build_engine, choose_transport
+from whalepod.server.build_speculation import new_depth
 from whalepod.server.cluster.lockstep import Lockstep
 from whalepod.server.cluster.member import GroupMember, RemovedFromGroup, Watch
 from whalepod.server.cluster.membership import FolderStore

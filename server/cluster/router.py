@@ -133,6 +133,11 @@ class RankRouter:
         """Why no request can be served any more; a rank that is being replaced is no failure."""
         return self._failure
 
+    def reset_prefix_cache(self) -> None:
+        """Have all ranks forget the cached texts that no live request uses."""
+        for rank in self._ranks:
+            rank.channel.reset_prefix_cache()
+
     async def ping(self, timeout_s: float) -> Stats:
         """Return fresh counters from all loops; EngineLost names each rank that did not answer."""
         found = await asyncio.gather(

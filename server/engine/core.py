@@ -27,6 +27,7 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     SequenceOutput,
     Shutdown,
     Stats,
@@ -175,6 +176,8 @@ class EngineCore:
                 return self._withdraw(request_id)
             case Ping(nonce=nonce):
                 return Pong(nonce=nonce, stats=self.stats)
+            case ResetPrefixCache():
+                self._scheduler.reset_prefix_cache()
             case Shutdown():
                 self.is_stopping = True
         return None
@@ -211,6 +214,7 @@ class EngineCore:
             check_submit(submit, self.info.vocab_size)
             script = self._new_script(submit.test_steps)
             request = self._new_request(submit)
+            self._note_clock()
             self._scheduler.add(request)
         except RequestRejected as error:
             return rejected(submit, error.code, error.message)
@@ -220,6 +224,9 @@ class EngineCore:
         for sequence in request.sequences:
             self._add_sequence(sequence, script, matcher)
         return None
+
+    def _note_clock(self) -> None:
+        self._scheduler.note_clock(time.monotonic_ns() // 1000)
 
     def _new_request(self, submit: Submit) -> Request:
         params = submit.params
@@ -318,7 +325,7 @@ class EngineCore:
         num_drafts  guesses that each row is asked for
         max_tokens  a bound that was announced; None: as many as the limits allow
         """
-        self._scheduler.note_clock(time.monotonic_ns() // 1000)
+        self._note_clock()
         self._num_drafts = num_drafts
         return self._scheduler.step(num_drafts, max_tokens)
 
@@ -367,6 +374,7 @@ class EngineCore:
             logprobs=tuple(output.logprobs),
             prompt_logprobs=tuple(output.prompt_logprobs),
             num_cached_tokens=output.num_cached_tokens,
+            queue_us=output.queue_us,
             finish_reason=output.finish_reason,
             stop_token_id=output.stop_token_id,
             num_accepted_drafts=output.num_accepted_drafts,

@@ -38,8 +38,12 @@ class GrammarState:
         self._follows = True
         self._stops_V = np.zeros(vocab_size, np.bool_)
         self._stops_V[list(stop_token_ids)] = True
-        self._before_V = ~self._stops_V
-        self._before_V[list(constraint.banned_before)] = False
+        self._before_V: NDArray[np.bool_] | None = None  # before the beginning: None, any
+        if constraint.banned_before or not constraint.is_optional:
+            self._before_V = np.full(vocab_size, True)
+            self._before_V[list(constraint.banned_before)] = False
+            if not constraint.is_optional:
+                self._before_V &= ~self._stops_V
 
     def observe(self, start: int, token_ids: Sequence[int]) -> None:
         """Take the tokens of a row that starts at position `start`, each position once."""

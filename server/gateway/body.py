@@ -100,15 +100,21 @@ def _is_encodable(text: str) -> bool:
     return True
 
 
-def validate(schema: type[Schema], data: object) -> Schema:
-    """Check `data` against the schema; the first fault becomes a 400 that names its field."""
+def validate(schema: type[Schema], data: object, at: Sequence[str | int] = ()) -> Schema:
+    """Check `data`, found `at` a path of the body, against the schema.
+
+    The first fault becomes a 400 that names its field.
+    """
     if not isinstance(data, dict):
-        raise invalid(None, f"the body must be a JSON object, got {type(data).__name__}")
+        where = format_path(at) or "the body"
+        raise invalid(
+            format_path(at) or None, f"{where} must be a JSON object, got {type(data).__name__}"
+        )
     try:
         return schema.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = format_path(first["loc"]) or None
+        param = format_path((*at, *first["loc"])) or None
         message = first["msg"].removeprefix("Value error, ")
         raise invalid(param, f"{param}: {message}" if param else message) from None
 

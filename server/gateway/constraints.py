@@ -11,7 +11,7 @@ import orjson
 from whalepod.scheduler.params import Constraint
 from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.families.interface import CallOptions, Family, Start
-from whalepod.server.gateway.functions import Functions, ToolChoice
+from whalepod.server.gateway.functions import Functions, ToolChoice, strict_functions
 from whalepod.server.gateway.limits import MAX_FORCED_CALLS, MAX_GRAMMAR_CHARS, MAX_NUM_CHOICE_TEXTS
 from whalepod.server.gateway.schema import ChatRequest, ResponseFormat
 from whalepod.server.gateway.tokenizer import TextTokenizer
@@ -92,9 +92,42 @@ class Constraints:
             if choice.mode == "auto" and self._family is not None:
                 calls = self._calls(functions, choice, parallel=parallel)
                 asked = _or_calls(formatted, calls)
+        elif asked is None and choice.mode == "auto":
+            strict = strict_functions(request.tools)
+            return self._strict_calls(functions, strict, parallel=parallel), "tools"
         if asked is None:
             return None, param
         return self._after_reasoning(_bounded(asked, param), choice, start), param
+
+    def _strict_calls(
+        self, functions: Functions, strict: frozenset[str], *, parallel: bool
+    ) -> Constraint | None:
+        """Return a grammar that begins with a block of calls, if the model begins one.
+
+        Arguments of functions that are not strict may be any object. None: no function is strict,
+        or the model has no token that opens a block.
+        """
+        family = self._family
+        if family is None or not strict:
+            return None
+        block, *single = family.call_openers
+        opener = self._tokenizer.ids_of([block])
+        if not opener:
+            return None
+        options = CallOptions(
+            tools={name: functions[name] if name in strict else ANY_OBJECT for name in functions},
+            max_calls=MAX_FORCED_CALLS if parallel else 1,
+            marker=self._marker_term,
+            is_open=True,
+        )
+        constraint = Constraint(
+            kind="lark",
+            grammar=f"start: calls\n{family.call_grammar(options)}",
+            starts_after=min(opener),
+            is_optional=True,
+            banned_before=tuple(sorted(self._tokenizer.ids_of(single))),
+        )
+        return _bounded(constraint, "tools")
 
     def _calls(self, functions: Functions, choice: ToolChoice, *, parallel: bool) -> str:
         if self._family is None:

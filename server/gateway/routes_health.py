@@ -23,6 +23,8 @@ async def health() -> dict[str, object]:
 async def ready(request: Request) -> dict[str, object]:
     """Ask the engine loop itself; 503 names what did not answer within the deadline."""
     gateway = gateway_of(request)
+    if gateway.requests.is_draining:
+        raise ApiError("draining", "the server is stopping and takes no new requests")
     if gateway.upstream.failure is not None:
         raise ApiError("engine_lost", f"{_engine(gateway)} is lost: {gateway.upstream.failure}")
     try:

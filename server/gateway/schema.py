@@ -45,7 +45,7 @@ def _check_logit_bias(value: object) -> object:
     return {int(key): bias for key, bias in value.items()}
 
 
-def _flatten_content(value: object) -> object:
+def flatten_content(value: object) -> object:
     """Join the text parts of a message: templates take one string."""
     if value is None or isinstance(value, str):
         return value
@@ -130,6 +130,7 @@ class SamplingFields(Schema):
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
     user: ShortText | None = None
     structured_outputs: dict[str, Any] | None = None
     test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
@@ -148,7 +149,7 @@ class Message(Schema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | None,
-        BeforeValidator(_flatten_content, json_schema_input_type=str | list[dict[str, Any]] | None),
+        BeforeValidator(flatten_content, json_schema_input_type=str | list[dict[str, Any]] | None),
     ] = None
     name: ShortText | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -156,6 +157,8 @@ class Message(Schema):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
+    prefix: bool | None = None
+    """DeepSeek's: the answer continues this message, which must be the last one."""
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_NUM_MESSAGES)]
@@ -180,6 +183,7 @@ class ResponseFormat(Schema):
 
 
 class ChatRequest(SamplingFields, TemplateFields):
+    model: ShortText
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -218,6 +222,10 @@ class TokenizeRequest(TemplateFields):
     messages: Messages | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
+
+
+class AbortRequest(Schema):
+    request_id: ShortText
 
 
 class DetokenizeRequest(Schema):

@@ -11,6 +11,7 @@ from whalepod.server.messages import (
     Abort,
     EngineInfo,
     Rejected,
+    ResetPrefixCache,
     SequenceOutput,
     Stats,
     Submit,
@@ -37,6 +38,9 @@ class CoreUpstream:
     @property
     def rank_stats(self) -> dict[int, Stats]:
         return {0: self.stats}
+
+    def reset_prefix_cache(self) -> None:
+        self.core.receive([ResetPrefixCache()])
 
     async def ping(self, timeout_s: float) -> Stats:
         return self.stats

@@ -60,6 +60,9 @@ class FakeEngine:
     def rank_stats(self) -> dict[int, Stats]:
         return {0: self.stats} | self.other_ranks
 
+    def reset_prefix_cache(self) -> None:
+        self.stats = replace(self.stats, num_cached_blocks=0)
+
     async def ping(self, timeout_s: float) -> Stats:
         if not self.answers_pings:
             raise EngineLost(f"no answer within {timeout_s} s")

@@ -205,7 +205,7 @@ def test_unknown_models_routes_and_methods(client: TestClient) -> None:
 
 def test_test_steps_need_the_flag(engine: FakeEngine, tokenizer: TextTokenizer) -> None:
     client = TestClient(create_app(GatewayConfig(), engine, tokenizer))
-    body = {"messages": [user("hi")], "test_steps": ["a"]}
+    body = {"model": "tiny", "messages": [user("hi")], "test_steps": ["a"]}
 
     assert error_of(client.post(CHAT, json=body), 400)["param"] == "test_steps"
 
@@ -214,7 +214,7 @@ def test_chat_without_a_template_says_what_to_do(tmp_path: Any) -> None:
     tokenizer = TextTokenizer.from_folder(write_tokenizer(tmp_path, chat_template=None))
     client = TestClient(create_app(GatewayConfig(), FakeEngine(tokenizer), tokenizer))
 
-    error = error_of(client.post(CHAT, json={"messages": [user("hi")]}), 400)
+    error = error_of(client.post(CHAT, json={"model": "tiny", "messages": [user("hi")]}), 400)
     assert "no chat template" in error["message"]
     assert client.post(COMPLETIONS, json={"prompt": "hi"}).status_code == 200
 

@@ -278,12 +278,12 @@ def test_parameters_reach_the_engine(client: TestClient, engine: FakeEngine) -> 
         "seed": 42,
         "min_tokens": 2,
     }
-    chat(client, **fields, logit_bias={"5": -100}, priority=3, cache_salt="s", stop_token_ids=[7])
+    chat(client, **fields, logit_bias={"5": -100}, priority=3, stop_token_ids=[7])
 
     (submit,) = engine.submitted
     assert {name: getattr(submit.params, name) for name in fields} == fields
     assert submit.params.logit_bias == {5: -100.0}
-    assert (submit.priority, submit.cache_salt) == (3, "s")
+    assert (submit.priority, submit.cache_salt) == (3, "")
     assert submit.params.stop_token_ids == (7,)
 
 
