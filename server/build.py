@@ -77,6 +77,11 @@ def build_engine(config: EngineConfig, new_placement: NewPlacement | None = None
 
 def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> EngineCore:
     started = time.monotonic()
+    if new_placement is None and config.parallel.expert_parallel_size > 1:
+        raise StartupError(
+            f"expert_parallel_size is {config.parallel.expert_parallel_size}, and this is one "
+            "engine: ranks are started by `whalepod serve`"
+        )
     if config.device.num_threads:
         torch.set_num_threads(config.device.num_threads)
     loaded = load_model(config, new_placement)

@@ -79,6 +79,7 @@ class RankBuilder:
         """Load the model and join the group. Raises StartupError."""
         config = self._config
         core = build_engine(config, self._new_placement)
+        core.reseed(f"{config.source.seed}/{self._seat.rank}")
         assert self._comm is not None
         comm = self._comm
         max_depth = _max_depth(config) if core.runner.makes_drafts else 0

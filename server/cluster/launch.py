@@ -68,6 +68,7 @@ class RankGroup:
             config = replace(config, device=replace(config.device, num_threads=num_threads))
         self._config = config
         self._places: list[_Place] = []
+        self._is_stopping = False
 
     def __enter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix="whalepod-"))  # 0700
@@ -140,7 +141,9 @@ class RankGroup:
     def take_out(self, rank: int) -> None:
         """End a lost rank for good and tell the others, so that nobody waits for it."""
         self._places[rank].process.kill()
+        self._take_from_members(rank)
 
+    def _take_from_members(self, rank: int) -> None:
         change(
             self._store,
             lambda newest: newest.without(frozenset({rank})) if rank in newest.members else None,
@@ -150,19 +153,34 @@ class RankGroup:
     def replace_rank(self, rank: int) -> EngineProcess:
         """Start a rank that was taken out again; returns when the group is whole.
 
-        Raises StartupError when it does not come up, or was lost too often.
+        Raises StartupError when it was lost too often, this time included.
         """
-        place, now = self._places[rank], time.monotonic()
-        place.lost_at = [t for t in place.lost_at if now - t < RESTARTS_COUNT_S] + [now]
-        if len(place.lost_at) > MAX_RESTARTS:
-            raise StartupError(
-                f"rank {rank} was lost {len(place.lost_at)} times in {RESTARTS_COUNT_S:.0f} s"
-            )
-        place.process.stop()
-        place.process = self._new_process(rank)
-        place.process.start()
-        place.process.wait_until_ready()
-        return place.process
+        place = self._places[rank]
+        while not self._is_stopping:
+            now = time.monotonic()
+            place.lost_at = [t for t in place.lost_at if now - t < RESTARTS_COUNT_S] + [now]
+            if len(place.lost_at) > MAX_RESTARTS:
+                raise StartupError(
+                    f"rank {rank} was lost {len(place.lost_at)} times in {RESTARTS_COUNT_S:.0f} s"
+                )
+            place.process.stop()
+            place.process = self._new_process(rank)
+            try:
+                place.process.start()
+                place.process.wait_until_ready(self._why_stop)
+            except StartupError as error:
+                logger.error("rank %d did not come up again: %s", rank, error)
+                self._take_from_members(rank)
+            else:
+                return place.process
+        raise StartupError("the group is stopping")
+
+    def stop_replacing(self) -> None:
+        """End a `replace_rank` that runs in another thread, soon."""
+        self._is_stopping = True
+
+    def _why_stop(self) -> str | None:
+        return "the group is stopping" if self._is_stopping else None
 
     # -- processes ------------------------------------------------------------------------------
 

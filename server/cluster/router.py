@@ -22,7 +22,9 @@ WATCH_S = 0.1
 EXPECTED_TOKENS = 256
 """Tokens of an answer that a request is expected to take, if it allows as many."""
 MAX_TRIES = 3
-"""Ranks that a request may be sent to before its first token."""
+"""Ranks that may be lost under a request before its first token."""
+MAX_MOVES = 4
+"""How often a request may leave a queue for another rank; then it stays."""
 MAX_MOVES_AT_ONCE = 4
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,8 @@ class Ranks(Protocol):
 
     def replace_rank(self, rank: int) -> RankProcess: ...
 
+    def stop_replacing(self) -> None: ...
+
 
 @dataclass(slots=True)
 class _Rank:
@@ -61,7 +65,7 @@ class _Rank:
     num_tokens: int = 0
     """What its live requests take, prompts and expected answers."""
     queued: dict[str, Submit] = field(default_factory=dict)
-    """Requests that have not answered yet, oldest first."""
+    """Requests that have not answered yet and may move, oldest first."""
     lost: str | None = None
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
@@ -95,6 +99,7 @@ class RankRouter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._group.stop_replacing()
         tasks = [*self._tasks, *self._replacing.values()]
         for task in tasks:
             task.cancel()
@@ -168,28 +173,31 @@ class RankRouter:
         A request goes to the rank with the most room. Before its first output it may move: to a
         rank with less to do, or away from one that is lost.
         """
-        for num_tries in range(1, MAX_TRIES + 1):
+        num_moves = num_losses = 0
+        while True:
             number = self._choose(request)
-            has_begun = False
+            has_begun, is_movable = False, num_moves < MAX_MOVES
             try:
-                async with aclosing(self._submit_to(number, request)) as outputs:
+                async with aclosing(self._submit_to(number, request, is_movable)) as outputs:
                     async for output in outputs:
                         has_begun = True
                         yield output
                 return
             except RequestWithdrawn:
+                num_moves += 1
                 logger.info("request %s leaves the queue of rank %d", request.request_id, number)
             except EngineLost as error:
-                if has_begun or num_tries == MAX_TRIES:
+                num_losses += 1
+                if has_begun or num_losses == MAX_TRIES:
                     raise EngineLost(f"rank {number} was lost: {error}") from error
-        raise EngineLost("the request found no rank that could begin it")
 
     async def _submit_to(
-        self, number: int, request: Submit
+        self, number: int, request: Submit, is_movable: bool
     ) -> AsyncGenerator[SequenceOutput, None]:
         rank, num_tokens = self._ranks[number], expected_tokens(request)
         rank.num_tokens += num_tokens
-        rank.queued[request.request_id] = request
+        if is_movable:
+            rank.queued[request.request_id] = request
         try:
             async with aclosing(rank.channel.submit(request)) as outputs:
                 async for output in outputs:

@@ -100,6 +100,11 @@ class EngineCore:
         self._held: dict[int, SequenceOutput] = {}
         self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
 
+    def reseed(self, seed: str) -> None:
+        """Start the generator of the seeds of requests that bring none: ranks must not draw the
+        same ones."""
+        self._seeds = random.Random(seed)
+
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._compiling)

@@ -81,6 +81,8 @@ class FakeRanks:
     def take_out(self, rank: int) -> None:
         self.taken_out.append(rank)
 
+    def stop_replacing(self) -> None: ...
+
     def replace_rank(self, rank: int) -> FakeProcess:
         if self.replacement is None:
             raise StartupError("there is no other")
