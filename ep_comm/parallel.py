@@ -8,6 +8,7 @@ then calls `Dispatcher.abort`, so that the other ranks hear of it at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -27,6 +28,20 @@ run into the timeout, and must not be taken for the dead one."""
 
 Note: TypeAlias = Callable[[str, str], None]
 """(layer, operation): called at the start of each operation, so that a stuck rank can be named."""
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long a dispatch waits. Shared by all layers; whoever runs the steps may change it between
+    two of them, on all ranks alike."""
+
+    dispatch_ms: float
+
+    @property
+    def combine_ms(self) -> float:
+        return COMBINE_PATIENCE * self.dispatch_ms
+
+
 ModeName = Literal["low_latency", "throughput"]
 ExpertMode: TypeAlias = LowLatency | Throughput
 
@@ -52,7 +67,7 @@ class LowLatencyExperts:
         kernels: Kernels,
         packed: Packed,
         *,
-        timeout_ms: float,
+        patience: Patience,
         layer: str = "",
         note: Note = note_nothing,
     ) -> None:
@@ -64,7 +79,7 @@ class LowLatencyExperts:
         self._mode = mode
         self._kernels = kernels
         self._packed = packed
-        self._timeout_ms = timeout_ms
+        self._patience = patience
         self._layer = layer
         self._note = note
 
@@ -72,7 +87,7 @@ class LowLatencyExperts:
         mode, note, layer = self._mode, self._note, self._layer
         note(layer, "dispatch, sending")
         weights_sent = weights_TK if mode.config.pre_reduce else None
-        deadline_ms = mode.group.deadline(self._timeout_ms)
+        deadline_ms = mode.group.deadline(self._patience.dispatch_ms)
         flight = mode.send_dispatch(x_TH, ids_TK, weights_sent)
         note(layer, "dispatch, receiving")
         result = flight.receive(deadline_ms - mode.group.transport.now_ms())
@@ -83,9 +98,7 @@ class LowLatencyExperts:
         x_SH = result.rows[: len(ids_S)].to(x_TH.dtype)
         y_SH = self._kernels.expert_rows(x_SH, ids_S, self._packed)
         note(layer, "combine")
-        y_TH, status = mode.combine(
-            y_SH, result.handle, weights_TK, COMBINE_PATIENCE * self._timeout_ms
-        )
+        y_TH, status = mode.combine(y_SH, result.handle, weights_TK, self._patience.combine_ms)
         _raise_unless_ok(status, layer)
         note(layer, "")
         return y_TH
@@ -103,7 +116,7 @@ class ThroughputExperts:
         kernels: Kernels,
         packed: Packed,
         *,
-        timeout_ms: float,
+        patience: Patience,
         layer: str = "",
         note: Note = note_nothing,
     ) -> None:
@@ -115,22 +128,20 @@ class ThroughputExperts:
         self._mode = mode
         self._kernels = kernels
         self._packed = packed
-        self._timeout_ms = timeout_ms
+        self._patience = patience
         self._layer = layer
         self._note = note
 
     def __call__(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._note(self._layer, "dispatch")
-        received = self._mode.dispatch(x_TH, ids_TK, weights_TK, self._timeout_ms)
+        received = self._mode.dispatch(x_TH, ids_TK, weights_TK, self._patience.dispatch_ms)
         _raise_unless_ok(received.status, self._layer)
         self._note(self._layer, "experts")
         y_NH = self._kernels.experts(
             received.x_NH.to(x_TH.dtype), received.ids_NK, received.weights_NK, self._packed
         )
         self._note(self._layer, "combine")
-        y_TH, _, status = self._mode.combine(
-            y_NH, received.routing, COMBINE_PATIENCE * self._timeout_ms
-        )
+        y_TH, _, status = self._mode.combine(y_NH, received.routing, self._patience.combine_ms)
         _raise_unless_ok(status, self._layer)
         self._note(self._layer, "")
         return y_TH.to(x_TH.dtype)
@@ -158,7 +169,7 @@ class Dispatcher:
         modes: Mapping[ModeName, ExpertMode],
         *,
         num_experts: int,
-        timeout_ms: float,
+        patience: Patience,
         note: Note = note_nothing,
     ) -> None:
         num_local = layout.split_experts(num_experts, group.num_ranks)
@@ -167,7 +178,7 @@ class Dispatcher:
         self._kernels = kernels
         self._modes = modes
         self._num_experts = num_experts
-        self._timeout_ms = timeout_ms
+        self.patience = patience
         self._note = note
         self._num_calls: dict[ModeName, int] = {"low_latency": 0, "throughput": 0}
         self.current: ModeName | None = None
@@ -216,12 +227,12 @@ class Dispatcher:
                 mode,
                 self._kernels,
                 packed,
-                timeout_ms=self._timeout_ms,
+                patience=self.patience,
                 layer=layer,
                 note=self._note,
             )
         return ThroughputExperts(
-            mode, self._kernels, packed, timeout_ms=self._timeout_ms, layer=layer, note=self._note
+            mode, self._kernels, packed, patience=self.patience, layer=layer, note=self._note
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.handshake import HandshakeError, describe
 from whalepod.ep_comm.interface import ExpertPlacement
-from whalepod.ep_comm.parallel import Dispatcher, Note
+from whalepod.ep_comm.parallel import Dispatcher, Note, Patience
 from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.traffic import GroupHeap, Traffic
 from whalepod.kernels.interface import Kernels
@@ -160,7 +160,7 @@ class RankBuilder:
             kernels,
             heap.modes(group),
             num_experts=gate.num_experts,
-            timeout_ms=1e3 * self._config.parallel.dispatch_timeout_s,
+            patience=Patience(1e3 * self._config.parallel.dispatch_timeout_s),
             note=self._note,
         )
         self._comm = _Comm(Group(transport, is_gone=self._watch), heap, dispatcher)
@@ -220,7 +220,7 @@ class RankEngine:
         except (HandshakeError, RemovedFromGroup) as error:
             raise StartupError(str(error)) from error
 
-    def receive(self, messages: list[ToEngine]) -> list[ToGateway]:
+    def receive(self, messages: Sequence[ToEngine]) -> Sequence[ToGateway]:
         self._bells.clear()
         return self._engine.receive(messages)
 

@@ -6,7 +6,7 @@ measures, waits or sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from whalepod.ep_comm.parallel import ModeName
@@ -38,11 +38,13 @@ class Step:
     mode        how tokens reach the experts, for all ranks and rows of the step
     num_drafts  guesses asked for behind each row; the draft layer runs so often on every rank
     renumber    None, or the calls above which all ranks number theirs first: some rank failed
+    patience    factor of all timeouts
     """
 
     mode: ModeName
     num_drafts: int
     renumber: tuple[int, int] | None
+    patience: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,9 @@ class Mismatch:
     versions: Mapping[int, int]
 
 
+MAX_PATIENCE = 16
+CALM_STEPS = 64
+"""Steps without a failure after which timeouts are halved again."""
 Decision = Park | Remove | Step | Mismatch
 
 
@@ -75,6 +80,8 @@ class Lockstep:
         """Forget what was learned from the steps of another membership; renumber all calls."""
         self._depth = self._new_depth() if self._new_depth else None
         self._must_renumber = True
+        self._patience = 1
+        self._num_calm = 0
 
     def decide(self, records: Mapping[int, RankRecord]) -> Decision:
         """Return what the group does; `records` are those of all live ranks, by rank."""
@@ -86,6 +93,7 @@ class Lockstep:
         if self._depth is not None:
             self._depth.observe(group_step(records.values()))
         most_tokens = max(record.num_tokens for record in records.values())
+        self._settle_patience([record.ending for record in records.values()])
         renumber = self._renumber(records)
         if not most_tokens:
             self._must_renumber = renumber is not None
@@ -94,7 +102,18 @@ class Lockstep:
             mode="low_latency" if most_tokens <= self._max_low_latency_tokens else "throughput",
             num_drafts=self._num_drafts(records),
             renumber=renumber,
+            patience=self._patience,
         )
+
+    def _settle_patience(self, endings: Collection[Ending]) -> None:
+        """Wait longer where a step failed although nobody raised and all have come here since: some
+        rank is slow, and would be late again."""
+        if Ending.FAILED_ELSEWHERE in endings and Ending.FAILED_HERE not in endings:
+            self._patience, self._num_calm = min(2 * self._patience, MAX_PATIENCE), 0
+        elif self._patience > 1:
+            self._num_calm += 1
+            if self._num_calm == CALM_STEPS:
+                self._patience, self._num_calm = self._patience // 2, 0
 
     def _num_drafts(self, records: Mapping[int, RankRecord]) -> int:
         wanted = max(record.num_drafts for record in records.values())

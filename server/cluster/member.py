@@ -82,6 +82,7 @@ class GroupMember:
         self._described = described
         text = repr(sorted(described.items())).encode()
         self._version = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+        self._timeout_ms = timeout_ms
         self._gather_ms = GATHER_PATIENCE * timeout_ms
         self._ring = ring
         self._accused: set[int] = set()
@@ -120,6 +121,7 @@ class GroupMember:
             group.suspects = set(self.missing)
         self._exchange.resume((newest.epoch << _EXCHANGE_BITS) + 1)
         self._lockstep.start_epoch()
+        self._set_patience(1)
         if not self.missing:
             self._shake_hands()
 
@@ -175,8 +177,13 @@ class GroupMember:
     def _prepare(self, step: Step) -> None:
         """Trust all members again, whoever was late in the last step."""
         self._dispatcher.group.suspects = set(self.missing)
+        self._set_patience(step.patience)
         if step.renumber is not None:
             self._dispatcher.resume(step.renumber)
+
+    def _set_patience(self, factor: int) -> None:
+        self._dispatcher.patience.dispatch_ms = factor * self._timeout_ms
+        self._gather_ms = GATHER_PATIENCE * factor * self._timeout_ms
 
     def _accuse(self, status: CallStatus) -> None:
         """Remember who did not come, unless the wait ended because the membership changed."""

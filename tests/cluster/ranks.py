@@ -13,7 +13,7 @@ from tests.mtp.speculating import EOS, make_models
 from tests.mtp.test_module import MtpOracleWeights
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.interface import ExpertPlacement
-from whalepod.ep_comm.parallel import Dispatcher, ModeName, Note, note_nothing
+from whalepod.ep_comm.parallel import Dispatcher, ModeName, Note, Patience, note_nothing
 from whalepod.ep_comm.traffic import GroupHeap, Traffic
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup
@@ -205,7 +205,7 @@ def new_rank(
         kernels,
         heap.modes(group, poison_unused=True),
         num_experts=heap.traffic.num_experts,
-        timeout_ms=TIMEOUT_MS,
+        patience=Patience(TIMEOUT_MS),
         note=note,
     )
     core = new_core(settings, dispatcher, None)

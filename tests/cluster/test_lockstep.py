@@ -73,11 +73,33 @@ def test_after_a_failed_step_all_number_their_calls_above_the_highest(ending: En
         0: replace(DECODING, calls=(10, 4)),
         1: replace(DECODING, calls=(8, 5), ending=ending),
     }
-    assert lockstep.decide(records) == Step("low_latency", 0, (10, 5))
+    failed = lockstep.decide(records)
+    assert isinstance(failed, Step)
+    assert failed.renumber == (10, 5)
     level = {
         rank: replace(record, calls=(12, 6), ending=Ending.DONE) for rank, record in records.items()
     }
-    assert lockstep.decide(level) == Step("low_latency", 0, None)
+    after = lockstep.decide(level)
+    assert isinstance(after, Step)
+    assert after.renumber is None
+
+
+def test_a_slow_rank_is_given_more_time_for_a_while_and_one_that_raises_is_not() -> None:
+    lockstep = new_lockstep()
+    late = {0: replace(DECODING, ending=Ending.FAILED_ELSEWHERE), 1: IDLE}
+    raising = {0: late[0], 1: replace(IDLE, ending=Ending.FAILED_HERE)}
+
+    def patience(records: dict[int, RankRecord], count: int) -> int:
+        decisions = [lockstep.decide(records) for _ in range(count)]
+        assert isinstance(decisions[-1], Step)
+        return decisions[-1].patience
+
+    assert patience(raising, 3) == 1
+    assert [patience(late, 1) for _ in range(6)] == [2, 4, 8, 16, 16, 16]
+    calm = {0: DECODING, 1: IDLE}
+    assert patience(calm, 63) == 16
+    assert patience(calm, 1) == 8
+    assert patience(calm, 3 * 64) == 1
 
 
 def test_ranks_whose_calls_differ_are_brought_together_though_none_has_failed() -> None:

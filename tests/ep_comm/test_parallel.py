@@ -18,7 +18,8 @@ from whalepod.ep_comm.interface import RoutedExperts
 from whalepod.ep_comm.modes import low_latency_config, throughput_config
 from whalepod.ep_comm.modes.low_latency import LowLatency
 from whalepod.ep_comm.modes.throughput import Throughput
-from whalepod.ep_comm.parallel import LowLatencyExperts, ThroughputExperts
+from whalepod.ep_comm.parallel import LowLatencyExperts, Patience, ThroughputExperts
+from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
 from whalepod.kernels.interface import BLOCK_TOKENS, Packed
@@ -53,11 +54,15 @@ class MadeBy:
         return self.make(packed)
 
 
-def make_model(experts: range | None = None, make: MakeExperts | None = None) -> DeepseekV3:
+def make_model(
+    experts: range | None = None,
+    make: MakeExperts | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> DeepseekV3:
     config = nano()
     return DeepseekV3(
         config,
-        DummyWeights(config, dtype=torch.float32, seed=0),
+        DummyWeights(config, dtype=dtype, seed=0),
         InvariantKernels(),
         max_positions=128,
         absorbed_max_query_tokens=MAX_TOKENS,
@@ -86,7 +91,7 @@ def run_text(model: DeepseekV3, rank: int) -> Tensor:
         num_layers=config.num_layers,
         num_blocks=1,
         row_width=config.cache_row_width,
-        dtype=torch.float32,
+        dtype=model.dtype,
         device="cpu",
     )
     random = torch.Generator().manual_seed(rank)
@@ -98,7 +103,9 @@ def run_text(model: DeepseekV3, rank: int) -> Tensor:
     return torch.cat(hidden)
 
 
-def exact_config(num_ranks: int) -> low_latency_config.LowLatencyConfig:
+def exact_config(
+    num_ranks: int, dtype: RowDtype = "float32"
+) -> low_latency_config.LowLatencyConfig:
     gate = nano().gate
     assert gate is not None
     return low_latency_config.LowLatencyConfig(
@@ -107,7 +114,7 @@ def exact_config(num_ranks: int) -> low_latency_config.LowLatencyConfig:
         num_choices=gate.num_experts_per_token,
         hidden=nano().hidden_size,
         max_tokens=MAX_TOKENS,
-        dispatch_dtype="float32",
+        dispatch_dtype=dtype,
         combine_dtype="float32",
         output="packed",
     )
@@ -120,8 +127,12 @@ def owned(rank: int, num_ranks: int) -> range:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("is_faulty", [False, True], ids=["loopback", "faulty"])
-def test_hidden_states_have_the_bits_of_one_rank(num_ranks: int, is_faulty: bool) -> None:
-    config = exact_config(num_ranks)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_have_the_bits_of_one_rank(
+    num_ranks: int, is_faulty: bool, dtype: torch.dtype
+) -> None:
+    """In bf16, too: expert rows come back in f32 and are rounded once, after the sum."""
+    config = exact_config(num_ranks, "float32" if dtype == torch.float32 else "bfloat16")
     heap = HeapLayout(num_ranks)
     regions = low_latency_config.carve(heap, config)
 
@@ -130,8 +141,9 @@ def test_hidden_states_have_the_bits_of_one_rank(num_ranks: int, is_faulty: bool
         model = make_model(
             owned(transport.rank, num_ranks),
             lambda packed: LowLatencyExperts(
-                mode, InvariantKernels(), packed, timeout_ms=TIMEOUT_MS
+                mode, InvariantKernels(), packed, patience=Patience(TIMEOUT_MS)
             ),
+            dtype,
         )
         return run_text(model, transport.rank)
 
@@ -139,7 +151,7 @@ def test_hidden_states_have_the_bits_of_one_rank(num_ranks: int, is_faulty: bool
         spread = results_of(run_faulty(heap, program, seed=1))
     else:
         spread = run_loopback(heap, program)
-    alone = make_model()
+    alone = make_model(dtype=dtype)
     for rank, hidden_TH in enumerate(spread):
         assert_same_bits(run_text(alone, rank), hidden_TH, f"rank {rank}")
 
@@ -166,7 +178,7 @@ def test_sums_per_rank_agree_with_one_rank_up_to_rounding() -> None:
         model = make_model(
             owned(transport.rank, num_ranks),
             lambda packed: ThroughputExperts(
-                mode, InvariantKernels(), packed, timeout_ms=TIMEOUT_MS
+                mode, InvariantKernels(), packed, patience=Patience(TIMEOUT_MS)
             ),
         )
         return run_text(model, transport.rank)
@@ -186,7 +198,7 @@ def test_a_missing_rank_ends_the_layer_with_an_error_that_names_it() -> None:
         if transport.rank == 1:
             raise RuntimeError("this rank's step failed")
         mode = LowLatency(Group(transport), config, regions)
-        experts = LowLatencyExperts(mode, InvariantKernels(), None, timeout_ms=50.0)
+        experts = LowLatencyExperts(mode, InvariantKernels(), None, patience=Patience(50.0))
         ids_TK, weights_TK = torch.tensor([[0, 1]]), torch.ones(1, 2)
         with pytest.raises(CallFailed, match=r"dispatch of epoch 1: late: ranks \[1\]"):
             experts(torch.zeros(1, config.hidden), ids_TK, weights_TK)
