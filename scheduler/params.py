@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+MAX_SPECULATIVE_TOKENS = 4
+"""Tokens that may be guessed ahead of a text."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
@@ -51,6 +54,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     constraint: Constraint | None = None
+    num_speculative_tokens: int | None = None
+    """Most tokens guessed ahead for this request, 0 for none; None: as many as the engine wants.
+    With coupling the text is the same for every value."""
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "at least 0")
@@ -67,6 +73,12 @@ class SamplingParams:
             "prompt_logprobs",
             self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
             "in 0..20",
+        )
+        k = self.num_speculative_tokens
+        self._check(
+            "num_speculative_tokens",
+            k is None or 0 <= k <= MAX_SPECULATIVE_TOKENS,
+            f"in 0..{MAX_SPECULATIVE_TOKENS}",
         )
         biases = self.logit_bias.values()
         self._check("logit_bias", all(-100.0 <= b <= 100.0 for b in biases), "in -100..100")

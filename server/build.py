@@ -24,7 +24,7 @@ from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.source import EMBEDDED_MODEL, SourceError, resolve_model
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
-from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS
+from whalepod.mtp.config import SpeculationConfig
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
@@ -117,9 +117,17 @@ def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> E
     warm_up(runner, limits, max_depth)
     # a rank of a group has not all experts before the others are there: its guesses mean nothing
     is_whole = new_placement is None and config.source.load_format != "dummy"
-    if loaded.mtp is not None and is_whole:
+    if loaded.mtp and is_whole:
+        only_mtp = new_speculator(
+            SpeculationConfig(speculation_method="mtp"),
+            loaded.mtp,
+            cache,
+            batches,
+            sampler,
+            hidden_size=model_config.hidden_size,
+        )
         check_acceptance(
-            runner,
+            Runner(loaded.model, cache, sampler, batches, only_mtp),
             limits,
             model_config,
             loaded.folder,
@@ -169,17 +177,17 @@ class LoadedModel:
     kernels: Kernels
     folder: Path
     weights_bytes: int
-    mtp: MtpModule | None = None
-    """The layer that drafts, if speculation uses it."""
+    mtp: tuple[MtpModule, ...] = ()
+    """The layers that draft, if speculation uses them."""
 
     @property
     def expert_bytes(self) -> int:
         """Return the bytes of the routed experts that are loaded here."""
-        return self.model.expert_bytes + (self.mtp.expert_bytes if self.mtp else 0)
+        return self.model.expert_bytes + sum(module.expert_bytes for module in self.mtp)
 
     @property
     def num_cache_layers(self) -> int:
-        return self.config.num_layers + (self.mtp is not None)
+        return self.config.num_layers + len(self.mtp)
 
 
 class NewPlacement(Protocol):
@@ -219,9 +227,9 @@ def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) 
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
         placement=placement,
     )
-    mtp = None
+    mtp: tuple[MtpModule, ...] = ()
     if wants_mtp(config.speculation, model_config):
-        mtp = load_mtp(model, weights, kernels, placement)
+        mtp = load_mtp(model, weights, kernels, config.speculation.max_depth, placement)
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
@@ -299,7 +307,6 @@ def _new_scheduler(
     journal: BinaryIO | None,
 ) -> Scheduler:
     prefix_seed = f"{loaded.folder}/{config.source}".encode()
-    num_lookback_tokens = NUM_LOOKBACK_TOKENS if loaded.mtp is not None else 0
     if journal is None:
         return Scheduler(
             config.scheduler,
@@ -307,7 +314,7 @@ def _new_scheduler(
             eos_token_ids=eos_token_ids,
             prefix_seed=prefix_seed,
             block_tokens=BLOCK_TOKENS,
-            num_lookback_tokens=num_lookback_tokens,
+            num_lookback_tokens=len(loaded.mtp),
         )
     return RecordedScheduler(
         config.scheduler,
@@ -316,7 +323,7 @@ def _new_scheduler(
         eos_token_ids=eos_token_ids,
         prefix_seed=prefix_seed,
         block_tokens=BLOCK_TOKENS,
-        num_lookback_tokens=num_lookback_tokens,
+        num_lookback_tokens=len(loaded.mtp),
     )
 
 

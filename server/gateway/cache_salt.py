@@ -6,8 +6,6 @@ import hashlib
 import hmac
 import secrets
 
-import orjson
-
 
 class CacheSalt:
     """Turns what a request says about sharing into the salt of its prefix hashes.
@@ -19,9 +17,8 @@ class CacheSalt:
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
 
-    def __call__(self, *wishes: str | None) -> str:
-        """Return one salt for equal wishes (`cache_salt`, `prompt_cache_key`); "" for none."""
-        if not any(wishes):
+    def __call__(self, wish: str | None) -> str:
+        """Return one salt for equal values of `cache_salt`; "" for none."""
+        if not wish:
             return ""
-        text = orjson.dumps([wish or "" for wish in wishes])
-        return hmac.new(self._secret, text, hashlib.sha256).hexdigest()[:32]
+        return hmac.new(self._secret, wish.encode(), hashlib.sha256).hexdigest()[:32]

@@ -52,6 +52,7 @@ _RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
 _SAMPLING_NAMES: Final = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "logit_bias", "seed", "ignore_eos"),
+    "num_speculative_tokens",
 )
 
 
@@ -272,7 +273,7 @@ class Preparation:
             params=params,
             num_sequences=request.n or 1,
             priority=request.priority or 0,
-            cache_salt=self._cache_salt(request.cache_salt, request.prompt_cache_key),
+            cache_salt=self._cache_salt(request.cache_salt),
             test_steps=tuple(request.test_steps or ()),
         )
         return PromptRun(

@@ -130,9 +130,10 @@ class SamplingFields(Schema):
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: ShortText | None = None
-    prompt_cache_key: ShortText | None = None
+    prompt_cache_key: ShortText | None = None  # a routers' hint, see cache_salt for secrecy
     user: ShortText | None = None
     structured_outputs: dict[str, Any] | None = None
+    num_speculative_tokens: int | None = None
     test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
 
     @property

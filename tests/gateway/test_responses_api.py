@@ -295,6 +295,15 @@ def test_b029_calls_and_results_go_back_to_the_model(
         assert prompt_of(engine).count("<｜tool▁outputs▁begin｜>42") == 2
 
 
+def test_assistant_messages_in_a_row_are_all_kept(client: TestClient, engine: FakeEngine) -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "x", "text": "so"}]}
+    turns = [{"role": "assistant", "phase": "commentary", "content": text} for text in "AB"]
+    ask(client, [turns[0], turns[1], thought, {"role": "user", "content": "hi"}])
+
+    assert "<｜Assistant｜>A<｜end▁of▁sentence｜><｜Assistant｜>B<｜end" in prompt_of(engine)
+    assert prompt_of(engine).count("<｜Assistant｜>") == 4
+
+
 def test_the_items_of_an_answer_can_be_sent_back(client: TestClient, engine: FakeEngine) -> None:
     answer = ask(client, tools=[tool()], reasoning={"effort": "low"}, test_steps=[THOUGHT, CALL])
     result = {**RESULT, "call_id": answer["output"][-1]["call_id"]}
