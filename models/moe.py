@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whalepod.ep_comm.interface import RoutedExperts
-from whalepod.ep_comm.local import LocalExperts
+from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.local import LocalExperts, LocalPlacement
 from whalepod.kernels.interface import GateConfig, Kernels, Packed
 from whalepod.models.config import ModelConfig
 from whalepod.models.weights import Weights
@@ -43,11 +43,13 @@ class MixtureOfExperts:
         weights: Weights,
         prefix: str,
         kernels: Kernels,
-        experts: range,
+        placement: ExpertPlacement | None = None,
     ) -> None:
+        """placement: which experts to load, and who computes the others; None: all are here."""
         self._kernels = kernels
         self._gate = gate
         num_experts, hidden = gate.num_experts, config.hidden_size
+        placement = placement or LocalPlacement(kernels, num_experts)
         self._router = kernels.pack_router(
             weights.take(f"{prefix}.gate.weight", (num_experts, hidden), torch.float32)
         )
@@ -67,14 +69,16 @@ class MixtureOfExperts:
             if config.num_shared_experts
             else None
         )
-        _leave_others(num_experts, weights, prefix, experts)
+        owned = placement.owned
+        _leave_others(num_experts, weights, prefix, owned)
         packed = weights.packed(
             f"{prefix}.experts",
             kernels,
-            lambda: kernels.pack_experts(*_stack_experts(config, weights, prefix, experts)),
+            lambda: kernels.pack_experts(*_stack_experts(config, weights, prefix, owned)),
             is_expert=True,
         )
-        self._routed: RoutedExperts = LocalExperts(kernels, packed, experts, num_experts)
+        self.expert_bytes = sum(tensor.nbytes for tensor in kernels.packed_parts(packed)[0])
+        self._routed = placement.routed(packed, prefix)
 
     @property
     def is_local(self) -> bool:
@@ -85,6 +89,12 @@ class MixtureOfExperts:
         ids_TK, weights_TK = self._kernels.route(x_TH, self._router, self._bias_E, self._gate)
         y_TH = self._routed(x_TH, ids_TK, weights_TK)
         return y_TH if self._shared is None else self._shared(x_TH, add_to_TH=y_TH)
+
+    def join(self, x_0H: Tensor) -> None:
+        """Take part in what other ranks compute, without tokens of this one (`x_0H` has none)."""
+        num_choices = self._gate.num_experts_per_token
+        ids_0K = torch.empty(0, num_choices, dtype=torch.int64, device=x_0H.device)
+        self._routed(x_0H, ids_0K, torch.empty(0, num_choices, device=x_0H.device))
 
 
 def _leave_others(num_experts: int, weights: Weights, prefix: str, owned: range) -> None:

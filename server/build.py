@@ -8,10 +8,13 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import torch
 
+from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.transport.interface import Transport
+from whalepod.ep_comm.transport.shm import ShmTransport
 from whalepod.kernels.cpu import CpuKernels, Int8CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
 from whalepod.kernels.reference import ReferenceKernels
@@ -42,6 +45,7 @@ from whalepod.server.build_speculation import (
     wants_mtp,
 )
 from whalepod.server.cache_memory import new_cache, settle_length
+from whalepod.server.cluster.seat import Seat, prepare_heaps
 from whalepod.server.config import EngineConfig, ModelSource
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
@@ -64,24 +68,31 @@ SMALLEST_KEPT_BYTES = 256 << 20
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig) -> EngineCore:
+def build_engine(config: EngineConfig, new_placement: NewPlacement | None = None) -> EngineCore:
     """Load the model and put an engine around it, warmed up and ready.
+
+    new_placement  says which experts to load, once the model's configuration is known; None: all
 
     Raises StartupError, one sentence, for what a user can mend.
     """
     try:
-        return _build_engine(config)
+        return _build_engine(config, new_placement)
     except (ConfigError, SourceError, WeightsError, NotInvariantError) as error:
         raise StartupError(str(error)) from error
     except MemoryError as error:
         raise StartupError(f"not enough memory for the model: {error}") from error
 
 
-def _build_engine(config: EngineConfig) -> EngineCore:
+def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> EngineCore:
     started = time.monotonic()
+    if new_placement is None and config.parallel.expert_parallel_size > 1:
+        raise StartupError(
+            f"expert_parallel_size is {config.parallel.expert_parallel_size}, and this is one "
+            "engine: ranks are started by `whalepod serve`"
+        )
     if config.device.num_threads:
         torch.set_num_threads(config.device.num_threads)
-    loaded = load_model(config)
+    loaded = load_model(config, new_placement)
     config = loaded.engine_config
     model_config, limits = loaded.config, config.scheduler
     cache = new_cache(
@@ -112,7 +123,9 @@ def _build_engine(config: EngineConfig) -> EngineCore:
     runner = Runner(loaded.model, cache, sampler, batches, speculator)
     max_depth = config.speculation.max_depth if speculator else 0
     warm_up(runner, limits, max_depth)
-    if loaded.mtp and config.source.load_format != "dummy":
+    # a rank of a group has not all experts before the others are there: its guesses mean nothing
+    is_whole = new_placement is None and config.source.load_format != "dummy"
+    if loaded.mtp and is_whole:
         only_mtp = new_speculator(
             SpeculationConfig(speculation_method="mtp"),
             loaded.mtp,
@@ -142,6 +155,8 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         weights_bytes=loaded.weights_bytes,
         kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
         load_seconds=time.monotonic() - started,
+        expert_bytes=loaded.expert_bytes,
+        num_ranks=config.parallel.expert_parallel_size,
         speculation=describe_speculation(config.speculation, speculator),
     )
     return EngineCore(
@@ -174,11 +189,27 @@ class LoadedModel:
     """The layers that draft, if speculation uses them."""
 
     @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of the routed experts that are loaded here."""
+        return self.model.expert_bytes + sum(module.expert_bytes for module in self.mtp)
+
+    @property
     def num_cache_layers(self) -> int:
         return self.config.num_layers + len(self.mtp)
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+class NewPlacement(Protocol):
+    """Says where the routed experts live, once it is known how many there are.
+
+    `limits` are settled. Raises StartupError if they cannot be spread.
+    """
+
+    def __call__(
+        self, config: ModelConfig, limits: SchedulerConfig, kernels: Kernels, dtype: torch.dtype
+    ) -> ExpertPlacement: ...
+
+
+def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) -> LoadedModel:
     """Read or make the weights that the configuration names."""
     source, is_dummy = config.source, config.source.load_format == "dummy"
     folder = resolve_model(source.model, source.revision, with_weights=not is_dummy)
@@ -186,6 +217,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     config = replace(config, scheduler=settle_length(config.scheduler, model_config))
     dtype = _choose_dtype(source, model_config)
     kernels = choose_kernels(config, dtype)
+    placement = None
+    if new_placement is not None:
+        placement = new_placement(model_config, config.scheduler, kernels, dtype)
     weights: Weights
     if is_dummy:
         weights = DummyWeights(model_config, dtype=dtype, seed=source.seed)
@@ -195,7 +229,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             model_config,
             dtype=dtype,
             progress=reporter("weights", "MiB", 1 << 20),
-            packed_files=_packed_files(folder, kernels, dtype),
+            packed_files=_packed_files(folder, kernels, dtype, placement),
         )
     model = DeepseekV3(
         model_config,
@@ -203,10 +237,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
         kernels,
         max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
+        placement=placement,
     )
     mtp: tuple[MtpModule, ...] = ()
     if wants_mtp(config.speculation, model_config):
-        mtp = load_mtp(model, weights, kernels, config.speculation.max_depth)
+        mtp = load_mtp(model, weights, kernels, config.speculation.max_depth, placement)
     if isinstance(weights, CheckpointWeights):
         weights.save_packed()
     if config.device.batch_invariant:
@@ -237,14 +272,18 @@ def load_model_for_bench(config: EngineConfig, num_positions: int) -> LoadedMode
         raise StartupError(str(error)) from error
 
 
-def _packed_files(folder: Path, kernels: Kernels, dtype: torch.dtype) -> PackedFiles | None:
+def _packed_files(
+    folder: Path, kernels: Kernels, dtype: torch.dtype, placement: ExpertPlacement | None
+) -> PackedFiles | None:
     """Return the files of packed weights; None for a model so small that packing takes no time."""
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if num_bytes < SMALLEST_KEPT_BYTES or kernels.packed_layout is None:
         return None
     layout = f"{kernels.packed_layout}/{dtype}"
     parent = default_cache_folder() / "packed"
-    return PackedFiles(parent / fingerprint(folder, layout), experts="all")
+    owned = placement.owned if placement else None
+    experts = f"{owned.start}-{owned.stop}" if owned else "all"
+    return PackedFiles(parent / fingerprint(folder, layout), experts=experts)
 
 
 def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
@@ -262,6 +301,19 @@ def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
     kernels = kind(num_threads=device.num_threads or None, is_invariant=device.batch_invariant)
     kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
     return kernels
+
+
+def choose_transport(name: str, seat: Seat, heap_bytes: int) -> Transport:
+    """Return what carries rows between the ranks of a group (`--all2all-backend`)."""
+    if name not in ("auto", "shm"):
+        raise StartupError(
+            f"--all2all-backend {name} cannot be used for the ranks of one machine yet: use shm"
+        )
+    try:
+        prepare_heaps(seat, heap_bytes)
+        return ShmTransport(seat.rank, seat.heap_descriptors)
+    except (RuntimeError, ValueError) as error:
+        raise StartupError(str(error)) from error
 
 
 def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:

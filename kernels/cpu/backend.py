@@ -333,7 +333,22 @@ class CpuKernels:
     def experts(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: PackedExperts
     ) -> Tensor:
-        out_TH = self._new(x_TH.shape, x_TH.dtype)
+        return self._experts(x_TH, ids_TK, weights_TK, packed, x_TH.dtype)
+
+    def expert_rows(self, x_SH: Tensor, ids_S: Tensor, packed: PackedExperts) -> Tensor:
+        # the sum of one, with weight one
+        weights_S1 = torch.ones(len(ids_S), 1)
+        return self._experts(x_SH, ids_S[:, None], weights_S1, packed, torch.float32)
+
+    def _experts(
+        self,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        packed: PackedExperts,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        out_TH = self._new(x_TH.shape, out_dtype)
         num_tokens, top_k = ids_TK.shape
         if not num_tokens:
             return out_TH
@@ -349,7 +364,7 @@ class CpuKernels:
             gate_up.weight_stride, gate_up.group_stride, gate_up.num_groups, down.address,
             down.weight_stride, down.group_stride, down.num_groups, x_TH.data_ptr(),
             ids_TK.data_ptr(), weights_TK.data_ptr(), out_TH.data_ptr(), self._tile_rows, scratch,
-            scratch + gathered, scratch + inner, scratch + y,
+            scratch + gathered, scratch + inner, scratch + y, out_dtype == torch.float32,
         )  # fmt: skip
         return out_TH
 

@@ -89,11 +89,29 @@ def _down(x, x_stride, num_rows, w, w_stride, num_groups, inner, tile_rows, sums
             store_sums(advance(sums, r * BLOCK_COLUMNS), count, advance(out, (row + r) * step))
 
 
+@njit
+def combine_tokens(num_tokens, weights, places, top_k, y, count, block, out_address, hidden, column,
+                   is_f32):  # fmt: skip
+    """Write `count` columns of every token's weighted sum, in f32 or in the model dtype."""
+    for token in range(num_tokens):
+        token_weights, token_places = (
+            advance(weights, token * top_k),
+            advance(places, token * top_k),
+        )
+        place = token * hidden + column
+        if is_f32:
+            target = advance(f32_pointer(out_address), place)
+            combine_rows(token_weights, token_places, top_k, y, BLOCK_COLUMNS, count, target)
+        else:
+            target_like = advance(pointer_like(block, out_address), place)
+            combine_rows(token_weights, token_places, top_k, y, BLOCK_COLUMNS, count, target_like)
+
+
 def _experts_region(block):
     """Arguments: T, K, E, H, I; gate and up: address, strides of E and of groups, groups; down: the
     same; x, ids, weights, out, tile rows, and scratch: integers [2 T K + 3 E + 4], gathered rows
     [T K, H] (unused for one token), inner [T K, 8 * groups of gate and up], y f32 [T K, 64] for
-    each thread.
+    each thread; whether out is f32.
     """
     num_tokens, top_k, num_experts = argument(block, 0), argument(block, 1), argument(block, 2)
     hidden, inner = argument(block, 3), argument(block, 4)
@@ -105,7 +123,7 @@ def _experts_region(block):
         argument(block, 10), argument(block, 11), argument(block, 12),
     )  # fmt: skip
     x, ids = pointer_like(block, argument(block, 13)), i64_pointer(argument(block, 14))
-    weights, out = f32_pointer(argument(block, 15)), pointer_like(block, argument(block, 16))
+    weights, out_address = f32_pointer(argument(block, 15)), argument(block, 16)
     tile_rows = argument(block, 17)
     places = i64_pointer(argument(block, 18))
     gathered, x_stride = pointer_like(block, argument(block, 19)), hidden
@@ -169,12 +187,10 @@ def _experts_region(block):
                 advance(down, expert * down_stride + group * down_step), down_step, groups, inner,
                 tile_rows, sums, groups * GROUP, advance(y, start * BLOCK_COLUMNS), BLOCK_COLUMNS,
             )  # fmt: skip
-        for token in range(num_tokens):
-            combine_rows(
-                advance(weights, token * top_k), advance(places, token * top_k), top_k, y,
-                BLOCK_COLUMNS, min(BLOCK_COLUMNS, hidden - column),
-                advance(out, token * hidden + column),
-            )  # fmt: skip
+        combine_tokens(
+            num_tokens, weights, places, top_k, y, min(BLOCK_COLUMNS, hidden - column), block,
+            out_address, hidden, column, argument(block, 22) != 0,
+        )  # fmt: skip
 
 
 def _gated_mlp_region(block):
@@ -229,5 +245,5 @@ def _gated_mlp_region(block):
                 add_row(advance(added, place), count, advance(out, place))
 
 
-EXPERTS = Region(_experts_region, "22q")
+EXPERTS = Region(_experts_region, "23q")
 GATED_MLP = Region(_gated_mlp_region, "14q")

@@ -80,16 +80,21 @@ class Int8CpuKernels(CpuKernels):
             self._borrow(num_rows * num_heads * stride), stride,
         )  # fmt: skip
 
-    def experts(
-        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: PackedExperts
+    def _experts(
+        self,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        packed: PackedExperts,
+        out_dtype: torch.dtype,
     ) -> Tensor:
         addresses = ids_TK.data_ptr(), weights_TK.data_ptr()
-        return self._gated(x_TH, ids_TK.shape[1], addresses, packed, None)
+        return self._gated(x_TH, ids_TK.shape[1], addresses, packed, None, out_dtype)
 
     def gated_mlp(
         self, x_TH: Tensor, packed: PackedExperts, add_to_TH: Tensor | None = None
     ) -> Tensor:
-        return self._gated(x_TH, 1, (0, 0), packed, add_to_TH)
+        return self._gated(x_TH, 1, (0, 0), packed, add_to_TH, x_TH.dtype)
 
     def _gated(
         self,
@@ -98,8 +103,9 @@ class Int8CpuKernels(CpuKernels):
         addresses: tuple[int, int],
         packed: PackedExperts,
         add_to_TH: Tensor | None,
+        out_dtype: torch.dtype,
     ) -> Tensor:
-        out_TH = self._new(x_TH.shape, x_TH.dtype)
+        out_TH = self._new(x_TH.shape, out_dtype)
         num_tokens = x_TH.shape[0]
         if not num_tokens:
             return out_TH
@@ -119,6 +125,7 @@ class Int8CpuKernels(CpuKernels):
             down.weight_stride, down.group_stride, down.num_groups, x_TH.data_ptr(), *addresses,
             out_TH.data_ptr(), 0 if add_to_TH is None else add_to_TH.data_ptr(), scratch,
             scratch + records, stride, scratch + inners, inner_stride, scratch + y,
+            out_dtype == torch.float32,
         )  # fmt: skip
         return out_TH
 

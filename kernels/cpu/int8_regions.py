@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from whalepod.kernels.cpu.experts import group_by_expert
+from whalepod.kernels.cpu.experts import combine_tokens, group_by_expert
 from whalepod.kernels.cpu.exponentials import gate_group, store_sums
 from whalepod.kernels.cpu.int8 import (
     BLOCK,
@@ -22,7 +22,7 @@ from whalepod.kernels.cpu.panels import (
     block_of_sums,
 )
 from whalepod.kernels.cpu.regions import Region, argument, finish, take, wait_for
-from whalepod.kernels.cpu.rows import add_row, combine_rows
+from whalepod.kernels.cpu.rows import add_row
 from whalepod.kernels.cpu.simd import (
     advance,
     f32_pointer,
@@ -166,7 +166,7 @@ def _experts_region(block):
     """Arguments: T, K, E, H, I; gate and up: address, strides of E and of groups, groups; down: the
     same; x, ids (0: one MLP for all), weights, out, what is added (0: nothing), and scratch:
     integers [2 T K + 3 E + 4], records [T] and the bytes of one, records [T K] of the inner
-    features and the bytes of one, y f32 [T K, 64] for each thread.
+    features and the bytes of one, y f32 [T K, 64] for each thread; whether out is f32 (experts).
     """
     num_tokens, top_k, num_experts = argument(block, 0), argument(block, 1), argument(block, 2)
     hidden, inner = argument(block, 3), argument(block, 4)
@@ -175,7 +175,7 @@ def _experts_region(block):
     down, down_stride = u8_pointer(argument(block, 9)), argument(block, 10)
     down_step, down_groups = argument(block, 11), argument(block, 12)
     x, ids_address = pointer_like(block, argument(block, 13)), argument(block, 14)
-    weights, out = f32_pointer(argument(block, 15)), pointer_like(block, argument(block, 16))
+    weights, out_address = f32_pointer(argument(block, 15)), argument(block, 16)
     added_address, places = argument(block, 17), i64_pointer(argument(block, 18))
     records, record_stride = u8_pointer(argument(block, 19)), argument(block, 20)
     inners, inner_stride = u8_pointer(argument(block, 21)), argument(block, 22)
@@ -240,15 +240,16 @@ def _experts_region(block):
                     groups, inner_padded, advance(y, row * BLOCK_COLUMNS),
                 )  # fmt: skip
         count = min(BLOCK_COLUMNS, hidden - column)
+        if ids_address != 0:
+            combine_tokens(
+                num_tokens, weights, places, top_k, y, count, block, out_address, hidden, column,
+                argument(block, 24) != 0,
+            )  # fmt: skip
+            continue
+        out = pointer_like(block, out_address)
         for token in range(num_tokens):
             target = advance(out, token * hidden + column)
-            if ids_address == 0:
-                store_sums(advance(y, token * BLOCK_COLUMNS), count, target)
-            else:
-                combine_rows(
-                    advance(weights, token * top_k), advance(places, token * top_k), top_k, y,
-                    BLOCK_COLUMNS, count, target,
-                )  # fmt: skip
+            store_sums(advance(y, token * BLOCK_COLUMNS), count, target)
             if added_address != 0:
                 added = pointer_like(block, added_address)
                 add_row(advance(added, token * hidden + column), count, target)
@@ -256,4 +257,4 @@ def _experts_region(block):
 
 PACK_INT8 = Region(_pack_region, "9q")
 LINEAR_INT8 = Region(_linear_region, "18q")
-EXPERTS_INT8 = Region(_experts_region, "24q")
+EXPERTS_INT8 = Region(_experts_region, "25q")

@@ -152,6 +152,18 @@ def test_absorb_queries(dtype: torch.dtype, num_rows: int) -> None:
     assert_close(actual, expected, TOLERANCE[dtype])
 
 
+@cases
+def test_rows_of_experts_are_what_their_sums_are_made_of(dtype: torch.dtype, num_rows: int) -> None:
+    gate_up, down = random(6, 80, 72, dtype=dtype, seed=1), random(6, 72, 40, dtype=dtype, seed=2)
+    x = random(num_rows, 72, dtype=dtype) / 8
+    ids = torch.randint(6, (num_rows,), generator=torch.Generator().manual_seed(3))
+    packed = CPU.pack_experts(gate_up, down)
+    rows = CPU.expert_rows(x, ids, packed)
+    assert_close(rows, REFERENCE.expert_rows(x, ids, (gate_up, down)), 3 * TOLERANCE[dtype])
+    alone = CPU.experts(x, ids[:, None].contiguous(), torch.ones(num_rows, 1), packed)
+    assert torch.equal(rows.to(dtype), alone), "rounded, they are the sum of one"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "num_columns", "length"), [(600, 200, 96), (70, 320, 64)])
 def test_linear_of_many_rows(
