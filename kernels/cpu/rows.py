@@ -24,7 +24,13 @@ from whalepod.kernels.cpu.simd import (
     offset,
     widen,
 )
-from whalepod.kernels.cpu.vectors import fma, load_vector, over_vectors, splat, store_vector
+from whalepod.kernels.cpu.vectors import (
+    load_vector,
+    over_vectors,
+    rounded,
+    splat,
+    store_vector,
+)
 
 _LANES = 16
 
@@ -152,7 +158,7 @@ def widen_row(typingctx, source, length, target):
 def combine_rows(typingctx, weights, places, num_rows, y, y_stride, count, out):
     """Set out[c] = sum_k weights[k] y[places[k], c] for `count` columns, in the order of k.
 
-    Rows whose place is -1 add nothing. Summed in f32, rounded once to what `out` holds.
+    Rows whose place is -1 add nothing. Products and sums are f32, rounded once to what `out` holds.
     """
     kind = ir.VectorType(F32, _LANES)
 
@@ -168,8 +174,9 @@ def combine_rows(typingctx, weights, places, num_rows, y, y_stride, count, out):
                     weight = builder.load(offset(builder, weights_ptr, loop.index))
                     at = builder.add(builder.mul(place, y_step), column)
                     row = load_vector(builder, offset(builder, y_ptr, at), kind, mask)
-                    total = fma(builder, splat(builder, weight, _LANES), row, builder.load(slot))
-                    builder.store(total, slot)
+                    # rounded twice, as ranks of expert parallelism add the rows of others
+                    term = rounded(builder, builder.fmul(splat(builder, weight, _LANES), row))
+                    builder.store(builder.fadd(term, builder.load(slot)), slot)
             total = builder.load(slot)
             value = narrow(builder, total) if is_bf16(out) else total
             store_vector(builder, value, offset(builder, out_ptr, column), mask)

@@ -82,6 +82,16 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [a, b, c])
 
 
+def rounded(builder: Any, a: Any) -> Any:
+    """Return the vector as it is, and keep the compiler from fusing what made it with what follows.
+
+    LLVM is free here to turn a product and a sum into one operation, which rounds once.
+    """
+    name = f"llvm.arithmetic.fence.v{a.type.count}f32"
+    signature = ir.FunctionType(a.type, [a.type])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [a])
+
+
 def prefetch(builder: Any, pointer: Any) -> None:
     """Ask for the cache line at an address, which need not be mapped."""
     byte = ir.IntType(8).as_pointer()

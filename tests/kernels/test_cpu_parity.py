@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from whalepod.ep_comm.rows import weighted_sum
 from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, GateConfig
 from whalepod.kernels.reference import ReferenceKernels
@@ -162,6 +163,17 @@ def test_rows_of_experts_are_what_their_sums_are_made_of(dtype: torch.dtype, num
     assert_close(rows, REFERENCE.expert_rows(x, ids, (gate_up, down)), 3 * TOLERANCE[dtype])
     alone = CPU.experts(x, ids[:, None].contiguous(), torch.ones(num_rows, 1), packed)
     assert torch.equal(rows.to(dtype), alone), "rounded, they are the sum of one"
+
+
+def test_experts_add_rows_as_ranks_add_those_of_others() -> None:
+    """A product and a sum must not be fused: the bits of one rank are those of many."""
+    gate_up, down = random(6, 80, 72, seed=1), random(6, 72, 40, seed=2)
+    x, weights = random(5, 72) / 8, random(5, 3, seed=4)
+    ids = torch.rand(5, 6, generator=torch.Generator().manual_seed(5)).topk(3).indices
+    packed = CPU.pack_experts(gate_up, down)
+    rows = CPU.expert_rows(x.repeat_interleave(3, 0), ids.flatten(), packed)
+    summed = weighted_sum(rows, torch.arange(15).view(5, 3), weights)
+    assert torch.equal(CPU.experts(x, ids, weights, packed), summed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
