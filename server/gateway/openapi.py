@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
@@ -100,12 +100,12 @@ def json_body(schema: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def install_docs(app: FastAPI) -> None:
-    """Serve `/docs` and complete `/openapi.json` with the schemas of all bodies."""
+def install_docs(app: FastAPI, model_names: Sequence[str]) -> None:
+    """Serve `/docs`, and complete `/openapi.json` with all bodies, answers and model names."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app)
+            app.openapi_schema = _document(app, model_names)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
@@ -113,13 +113,16 @@ def install_docs(app: FastAPI) -> None:
     app.add_api_route("/docs", lambda: HTMLResponse(_PAGE), include_in_schema=False)
 
 
-def _document(app: FastAPI) -> dict[str, Any]:
+def _document(app: FastAPI, model_names: Sequence[str]) -> dict[str, Any]:
     document = get_openapi(title="whalepod", version=whalepod.__version__, routes=app.routes)
     _, definitions = models_json_schema(
         [(schema, "validation") for schema in _BODIES], ref_template=_REFERENCE
     )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions.get("$defs", {}) | _ERRORS)
+    for schema in _BODIES:
+        if "model" in (properties := schemas[schema.__name__]["properties"]):
+            properties["model"] = {"type": "string", "enum": list(model_names)}
     for path, operations in document["paths"].items():
         for operation in operations.values():
             _describe_answers(path, operation)
@@ -131,7 +134,7 @@ def _describe_answers(path: str, operation: dict[str, Any]) -> None:
     answers: dict[str, Any] = operation["responses"]
     answers.pop("422", None)  # FastAPI's own check of parameters, which finds nothing here
     if path in _GENERATING:
-        answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        answers["200"]["content"]["text/event-stream"] = {}
     if path == "/metrics":
         answers["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     name = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
