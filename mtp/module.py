@@ -3,7 +3,8 @@
 One decoder layer that guesses the token after next: from the hidden state h[j-1] of the main model
 and the token t[j] that followed, it predicts t[j+1]. **Slot j of its cache layer holds the row of
 (h[j-1], t[j])**, which depends on tokens up to j only: so hashing, sharing and copying of blocks
-need no special rule. Slot 0 has no h[-1] and is masked.
+need no special rule. Slot 0 has no h[-1] and is masked. Where a checkpoint has several modules,
+module m continues the states of module m - 1 as module 0 does h, and its slots 0..m are masked.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class MtpModule:
         self._model = model
         self._kernels = kernels
         self._eps = config.rms_norm_eps
+        self._num_masked = index + 1
         self._cache_layer = config.num_layers + index
         prefix = f"model.layers.{self._cache_layer}"
         self._token_norm_H = weights.take(f"{prefix}.enorm.weight", (hidden,))
@@ -62,8 +64,8 @@ class MtpModule:
     ) -> None:
         """Store the rows of known tokens, without attention or experts (the KV-only pass).
 
-        previous_hidden_TH [T, H]: the main model's hidden state (after its final norm) of the
-        token before each token.
+        previous_hidden_TH [T, H]: the hidden state of the token before each token, of the main
+        model (after its final norm) or of the module before.
         """
         x_TH, _ = self._input(token_ids_T, previous_hidden_TH)
         self._layer.attention.write_rows(
@@ -78,7 +80,7 @@ class MtpModule:
         Returns `[T, H]` after shared_head.norm: `DeepseekV3.logits` of it guess the token after
         each token, and it takes the place of the main model's hidden state for the next guess.
         """
-        plan = replace(plan_attention(batch, batch.max_query_tokens), first_key=1)
+        plan = replace(plan_attention(batch, batch.max_query_tokens), first_key=self._num_masked)
         x_TH, residual_TH = self._input(batch.token_ids_T, previous_hidden_TH)
         hidden_TH, _ = self._layer(
             x_TH,

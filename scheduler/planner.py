@@ -127,6 +127,8 @@ class Planner:
             drafts = sequence.draft_token_ids[: min(share.num_drafts, num_fitting)]
             stop += len(drafts)
         num_wanted = 0
+        most = sequence.request.params.num_speculative_tokens
+        num_drafts = num_drafts if most is None else min(num_drafts, most)
         if num_drafts and sample:  # the last allowed token is never worth a guess
             stop_wanted = min(stop + num_drafts, sequence.max_total_tokens - 2)
             num_wanted = max(min(self._stretch(sequence, stop_wanted), stop_wanted) - stop, 0)

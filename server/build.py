@@ -21,7 +21,7 @@ from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.source import EMBEDDED_MODEL, SourceError, resolve_model
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
-from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS
+from whalepod.mtp.config import SpeculationConfig
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
@@ -104,9 +104,17 @@ def _build_engine(config: EngineConfig) -> EngineCore:
     runner = Runner(loaded.model, cache, sampler, batches, speculator)
     max_depth = config.speculation.max_depth if speculator else 0
     warm_up(runner, limits, max_depth)
-    if loaded.mtp is not None and config.source.load_format != "dummy":
+    if loaded.mtp and config.source.load_format != "dummy":
+        only_mtp = new_speculator(
+            SpeculationConfig(speculation_method="mtp"),
+            loaded.mtp,
+            cache,
+            batches,
+            sampler,
+            hidden_size=model_config.hidden_size,
+        )
         check_acceptance(
-            runner,
+            Runner(loaded.model, cache, sampler, batches, only_mtp),
             limits,
             model_config,
             loaded.folder,
@@ -154,12 +162,12 @@ class LoadedModel:
     kernels: Kernels
     folder: Path
     weights_bytes: int
-    mtp: MtpModule | None = None
-    """The layer that drafts, if speculation uses it."""
+    mtp: tuple[MtpModule, ...] = ()
+    """The layers that draft, if speculation uses them."""
 
     @property
     def num_cache_layers(self) -> int:
-        return self.config.num_layers + (self.mtp is not None)
+        return self.config.num_layers + len(self.mtp)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -184,9 +192,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
     )
-    mtp = None
+    mtp: tuple[MtpModule, ...] = ()
     if wants_mtp(config.speculation, model_config):
-        mtp = load_mtp(model, weights, kernels)
+        mtp = load_mtp(model, weights, kernels, config.speculation.max_depth)
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
@@ -251,7 +259,6 @@ def _new_scheduler(
     journal: BinaryIO | None,
 ) -> Scheduler:
     prefix_seed = f"{loaded.folder}/{config.source}".encode()
-    num_lookback_tokens = NUM_LOOKBACK_TOKENS if loaded.mtp is not None else 0
     if journal is None:
         return Scheduler(
             config.scheduler,
@@ -259,7 +266,7 @@ def _new_scheduler(
             eos_token_ids=eos_token_ids,
             prefix_seed=prefix_seed,
             block_tokens=BLOCK_TOKENS,
-            num_lookback_tokens=num_lookback_tokens,
+            num_lookback_tokens=len(loaded.mtp),
         )
     return RecordedScheduler(
         config.scheduler,
@@ -268,7 +275,7 @@ def _new_scheduler(
         eos_token_ids=eos_token_ids,
         prefix_seed=prefix_seed,
         block_tokens=BLOCK_TOKENS,
-        num_lookback_tokens=num_lookback_tokens,
+        num_lookback_tokens=len(loaded.mtp),
     )
 
 

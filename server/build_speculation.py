@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from whalepod.kernels.interface import Kernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import ModelConfig
 from whalepod.models.deepseek_v3 import DeepseekV3
-from whalepod.models.weights import CheckpointWeights, Weights, WeightsError
+from whalepod.models.weights import CheckpointWeights, Weights, WeightsError, mtp_layer
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
 from whalepod.mtp.draft import Drafter
@@ -43,29 +44,49 @@ def wants_mtp(speculation: SpeculationConfig, config: ModelConfig) -> bool:
     return False
 
 
-def load_mtp(model: DeepseekV3, weights: Weights, kernels: Kernels) -> MtpModule | None:
-    """Load the first module; more of them are left, since its own state can be fed back.
+def load_mtp(
+    model: DeepseekV3, weights: Weights, kernels: Kernels, max_depth: int
+) -> tuple[MtpModule, ...]:
+    """Load the modules, the first `max_depth` of them: module i makes the draft of depth i + 1.
 
-    A checkpoint that lacks the whole layer, as some quantised ones do, is served without drafts;
-    one that has a part of it raises WeightsError.
+    A checkpoint that lacks whole layers, as some quantised ones do, is served with those before
+    them, or without drafts; one that has a part of a layer raises WeightsError.
     """
-    names: tuple[str, ...] = ()
+    num_modules = model.config.num_mtp_layers
     if isinstance(weights, CheckpointWeights):
-        names = weights.mtp_names()
-        if not names:
-            logger.warning(
-                "config.json names %d multi-token-prediction layers, but the checkpoint has no "
-                "tensor of them: no drafts",
-                model.config.num_mtp_layers,
-            )
-            return None
-    module = MtpModule(model, weights, kernels)
-    if isinstance(weights, CheckpointWeights) and (unused := weights.unused_mtp_names(0)):
+        num_modules = _count_mtp_layers(weights, model.config)
+    modules = tuple(
+        MtpModule(model, weights, kernels, index=index)
+        for index in range(min(num_modules, max_depth))
+    )
+    if isinstance(weights, CheckpointWeights):
+        for index in range(len(modules)):
+            _refuse_unused(weights.unused_mtp_names(index))
+    return modules
+
+
+def _count_mtp_layers(weights: CheckpointWeights, config: ModelConfig) -> int:
+    """Return how many layers the checkpoint has from the first one on; warn if some lack."""
+    num_named = config.num_mtp_layers
+    stored = {mtp_layer(name, config) for name in weights.mtp_names()}
+    num_stored = next(i for i in range(num_named + 1) if i not in stored)
+    if num_stored < num_named:
+        logger.warning(
+            "WARNING: config.json names %d multi-token-prediction layers, but the checkpoint has "
+            "no tensor of number %d: %s",
+            num_named,
+            num_stored + 1,
+            f"drafts come from the first {num_stored}" if num_stored else "no drafts",
+        )
+    return num_stored
+
+
+def _refuse_unused(names: Sequence[str]) -> None:
+    if names:
         raise WeightsError(
-            f"{unused[0]} is unexpected (and {len(unused) - 1} more): the multi-token-prediction "
+            f"{names[0]} is unexpected (and {len(names) - 1} more): the multi-token-prediction "
             "layer that config.json describes has no place for it"
         )
-    return module
 
 
 def _wants_lookup(speculation: SpeculationConfig, has_mtp: bool) -> bool:
@@ -77,7 +98,7 @@ def _wants_lookup(speculation: SpeculationConfig, has_mtp: bool) -> bool:
 
 def new_speculator(
     speculation: SpeculationConfig,
-    mtp: MtpModule | None,
+    mtp: Sequence[MtpModule],
     cache: LatentCache,
     batches: BatchBuilder,
     sampler: Sampler,
@@ -85,12 +106,10 @@ def new_speculator(
     hidden_size: int,
 ) -> Speculator | None:
     """Put whoever drafts together; None when nobody does."""
-    with_lookup = _wants_lookup(speculation, mtp is not None)
-    if mtp is None and not with_lookup:
+    with_lookup = _wants_lookup(speculation, bool(mtp))
+    if not mtp and not with_lookup:
         return None
-    drafter = None
-    if mtp is not None:
-        drafter = Drafter(mtp, cache, batches, hidden_size=hidden_size)
+    drafter = Drafter(mtp, cache, batches, hidden_size=hidden_size) if mtp else None
     return Speculator(drafter, sampler, with_lookup=with_lookup)
 
 
@@ -103,7 +122,10 @@ def check_acceptance(
     num_blocks: int,
     eos_token_ids: frozenset[int],
 ) -> None:
-    """Continue a few prompts and warn if the layer never guesses right."""
+    """Continue a few prompts and warn if the layer never guesses right.
+
+    `runner` drafts with the layer alone: looked-up drafts would hide a broken one.
+    """
     prompts = builtin_prompts(folder, model_config.vocab_size)
     found = measure_acceptance(
         runner, limits, prompts, num_blocks=num_blocks, eos_token_ids=eos_token_ids

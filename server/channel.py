@@ -198,7 +198,7 @@ class EngineChannel:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail("the server is stopping")
+        self._fail("the server is stopping", is_fault=False)
         self._async_socket.close()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
@@ -317,10 +317,12 @@ class EngineChannel:
             case _:
                 logger.error("dropped a %s of the engine", type(message).__name__)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, is_fault: bool = True) -> None:
         """Mark the engine lost, once: all who wait for it raise EngineLost."""
         if self._failure is not None:
             return
+        if is_fault:  # clients are not told
+            logger.error("the engine is lost: %s", reason)
         self._failure = reason
         for mailbox in self._mailboxes.values():
             if not mailbox.has_failed:

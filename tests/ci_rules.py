@@ -29,24 +29,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(CiRules(int(FLOOR.read_text(encoding="utf-8"))), "ci-rules")
 
 
-def markers_of(item: pytest.Item) -> list[str]:
-    """List the project's markers of a test; `unmarked` when it has none."""
-    found = [name for name in _MARKERS if item.get_closest_marker(name)]
-    return found or ["unmarked"]
-
-
 class CiRules:
-    """Counts what ran and what was skipped, and turns the run red when a rule is broken."""
+    """Counts what ran and what was skipped, and turns the run red when a rule is broken.
+
+    It goes by the reports alone: where tests run in several processes, only these come here.
+    """
 
     def __init__(self, floor: int) -> None:
         self._floor = floor
         self._markers: dict[str, list[str]] = {}
         self._skipped: list[str] = []
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._markers = {item.nodeid: markers_of(item) for item in session.items}
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found = [name for name in _MARKERS if name in report.keywords]
+        self._markers[report.nodeid] = found or ["unmarked"]
         if report.skipped:
             self._skipped.append(report.nodeid)
 
@@ -55,7 +51,7 @@ class CiRules:
         broken = [
             f"{name} was skipped: mark it gpu, or let it run"
             for name in self._skipped
-            if "gpu" not in self._markers.get(name, [])
+            if "gpu" not in self._markers[name]
         ]
         if len(self._markers) < self._floor:
             broken.append(
@@ -71,7 +67,7 @@ class CiRules:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         collected = Counter(name for names in self._markers.values() for name in names)
-        skipped = Counter(name for test in self._skipped for name in self._markers.get(test, []))
+        skipped = Counter(name for test in self._skipped for name in self._markers[test])
         terminalreporter.section("rules of CI")
         for name in (*_MARKERS, "unmarked"):
             terminalreporter.line(

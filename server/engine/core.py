@@ -330,10 +330,9 @@ class EngineCore:
         assert again is not None, f"step {plan.step} failed and cannot be planned again"
         try:
             return again, self.runner.run(again)
-        except Exception as error:
+        except Exception:
             logger.exception("step %d failed again: its requests end", again.step)
-            message = f"the engine failed: {type(error).__name__}: {error}"
-            return again, _failed_result(again, message)
+            return again, _failed_result(again, "the engine failed at this step; its log says why")
 
     def _message(self, output: Output) -> SequenceOutput | None:
         message = SequenceOutput(
@@ -387,5 +386,5 @@ def _failed_result(plan: Plan, error: str) -> StepResult:
 def _tokens_of(constraint: Constraint | None) -> tuple[int, ...]:
     if constraint is None:
         return ()
-    start = () if constraint.starts_after is None else (constraint.starts_after,)
-    return start + constraint.banned_before
+    single = (constraint.starts_after, constraint.reasoning_end)
+    return tuple(token for token in single if token is not None) + constraint.banned_before

@@ -184,24 +184,8 @@ class Runner:
         if self._speculator is None:
             return tuple(results), 0
         started = time.perf_counter_ns()
-        self._add_drafts(self._speculator, results, spans, hidden_TH)
+        _add_drafts(self._speculator, results, spans)
         return tuple(results), time.perf_counter_ns() - started
-
-    def _add_drafts(
-        self,
-        speculator: Speculator,
-        results: list[RowResult],
-        spans: list[_Rows],
-        hidden_TH: Tensor,
-    ) -> None:
-        """Put drafts into the results. What is known of the texts grows here, at the end of a
-        step, so that one that is run again finds what it found the first time."""
-        ends = [span.text_end() for span in spans]
-        for i, drafts in enumerate(speculator.draft(ends, hidden_TH)):
-            if drafts:
-                results[i] = replace(results[i], draft_token_ids=drafts)
-            if accepted := ends[i].accepted:
-                spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
     def _sample(self, hidden_TH: Tensor, spans: list[_Rows]) -> list[list[_Choice]]:
         """Choose a token at each wanted position of each row, all rows in one pass."""
@@ -271,6 +255,17 @@ class _Choice:
     token_id: int
     logprob: TokenLogprob | None
     is_fault: bool
+
+
+def _add_drafts(speculator: Speculator, results: list[RowResult], spans: list[_Rows]) -> None:
+    """Put drafts into the results. What is known of the texts grows here, at the end of a step, so
+    that one that is run again finds what it found the first time."""
+    ends = [span.text_end() for span in spans]
+    for i, drafts in enumerate(speculator.draft(ends)):
+        if drafts:
+            results[i] = replace(results[i], draft_token_ids=drafts)
+        if accepted := ends[i].accepted:
+            spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
 
 def _judge(span: _Rows, choices: list[_Choice]) -> None:

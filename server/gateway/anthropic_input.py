@@ -61,6 +61,7 @@ def chat_of(request: MessagesRequest) -> ChatRequest:
         schema = {"name": "answer", "schema": config.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     fields["stop"] = request.stop_sequences
+    fields["thinking_token_budget"] = budget
     return validate(ChatRequest, {**fields, **prompt_fields(request)})
 
 

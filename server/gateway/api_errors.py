@@ -128,7 +128,8 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestRejected():
             return ApiError(error.code, error.message, error.param)
         case EngineLost():
-            return ApiError("engine_lost", f"the engine is not available: {error}")
+            # its own words are in the log: they are not for clients
+            return ApiError("engine_lost", "the engine is not available; the server's log says why")
         case ClientDisconnect():
             return ApiError("client_left", "the client left while it sent its request")
         case HTTPException():

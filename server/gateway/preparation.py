@@ -52,6 +52,7 @@ _RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
 _SAMPLING_NAMES: Final = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "logit_bias", "seed", "ignore_eos"),
+    "num_speculative_tokens",
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from whalepod.server.gateway.limits import (
     MAX_NUM_CHOICES,
@@ -90,6 +90,16 @@ def _is_token_list(value: object) -> bool:
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
 
 
+def _check_test_step(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be a string")
+    return value
+
+
+# pydantic's own check of a string refuses the surrogates that stand for half a character
+TestStep = Annotated[str, PlainValidator(_check_test_step, json_schema_input_type=str)]
+
+
 class Schema(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -133,7 +143,8 @@ class SamplingFields(Schema):
     prompt_cache_key: ShortText | None = None  # a routers' hint, see cache_salt for secrecy
     user: ShortText | None = None
     structured_outputs: dict[str, Any] | None = None
-    test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
+    num_speculative_tokens: int | None = None
+    test_steps: Annotated[list[TestStep], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -191,6 +202,8 @@ class ChatRequest(SamplingFields, TemplateFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Another name of `thinking.budget_tokens`: after so many tokens the reasoning is closed."""
 
     @property
     def last_words(self) -> tuple[str | None, str]:

@@ -16,7 +16,7 @@ from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.mtp.depth import Depth
-from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS, Drafter
+from whalepod.mtp.draft import Drafter
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
@@ -212,7 +212,7 @@ def make_core(
     )
     speculator = None
     if depth is not None:
-        drafter = Drafter(mtp or FakeMtp(), cache, batches, hidden_size=1) if has_mtp else None
+        drafter = Drafter([mtp or FakeMtp()], cache, batches, hidden_size=1) if has_mtp else None
         speculator = Speculator(drafter, sampler, with_lookup=with_lookup)
     runner = Runner(model or FakeModel(), cache, sampler, batches, speculator)
     info = EngineInfo(
@@ -224,7 +224,7 @@ def make_core(
     settings: dict[str, Any] = {
         "num_blocks": num_blocks,
         "eos_token_ids": frozenset({EOS}),
-        "num_lookback_tokens": NUM_LOOKBACK_TOKENS if depth is not None and has_mtp else 0,
+        "num_lookback_tokens": int(depth is not None and has_mtp),
     }
     return EngineCore(
         Scheduler(config, **settings)

@@ -295,7 +295,9 @@ def test_a_step_that_fails_once_is_run_again_unnoticed(params: SamplingParams) -
     assert list(answer.token_ids) == expected_answer(list(text(70)), params)
 
 
-def test_a_step_that_fails_twice_ends_its_requests_and_the_engine_goes_on() -> None:
+def test_B107_a_step_that_fails_twice_ends_its_requests_and_the_engine_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = FakeModel()
     model.fails_at = {3, 4}
     core = make_core(model=model)
@@ -308,8 +310,8 @@ def test_a_step_that_fails_twice_ends_its_requests_and_the_engine_goes_on() -> N
     for index in range(2):
         answer = answers["a", index]
         assert answer.finish_reason == "error"
-        assert answer.error is not None
-        assert "was told to fail" in answer.error
+        assert answer.error == "the engine failed at this step; its log says why"
+    assert "was told to fail" in caplog.text
     assert list(after["b", 0].token_ids) == expected_answer(list(text(9)), GREEDY)
 
 

@@ -26,6 +26,10 @@ class CoreUpstream:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self._outputs: dict[str, list[SequenceOutput]] = {}
+        self.submitted: dict[str, Submit] = {}
+        self.history: list[tuple[int, SequenceOutput]] = []
+        """All outputs in their order, with the number of the step that gave them."""
+        self._num_steps = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -42,6 +46,7 @@ class CoreUpstream:
         return self.stats
 
     async def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput]:
+        self.submitted[request.request_id] = request
         for reply in self.core.receive([request]):
             assert isinstance(reply, Rejected)
             raise RequestRejected(reply.code, reply.message)
@@ -61,5 +66,7 @@ class CoreUpstream:
 
     def _step(self) -> None:
         step = self.core.step()
+        self._num_steps += 1
         for output in step.outputs if step is not None else ():
             self._outputs[output.request_id].append(output)
+            self.history.append((self._num_steps, output))

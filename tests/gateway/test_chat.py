@@ -277,6 +277,7 @@ def test_parameters_reach_the_engine(client: TestClient, engine: FakeEngine) -> 
         "repetition_penalty": 1.1,
         "seed": 42,
         "min_tokens": 2,
+        "num_speculative_tokens": 3,
     }
     chat(client, **fields, logit_bias={"5": -100}, priority=3, stop_token_ids=[7])
 

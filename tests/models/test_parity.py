@@ -125,6 +125,20 @@ def test_logits_equal_transformers_on_the_full_grid(
     assert_parity(family, chunk, absorbed_max, ReferenceKernels())
 
 
+def test_item_70_logits_of_a_long_text_equal_transformers() -> None:
+    """The last chunk attends to all before it; lengths up to 1,000 are compared above."""
+    length = 4096
+    oracle = make_oracle(rope_parameters=YARN, max_position_embeddings=length)
+    text = random_ids(length, oracle.config.vocab_size, seed=length)
+    expected = oracle_logits(oracle, text)
+    model = make_model(oracle, ReferenceKernels())
+
+    (got,) = Sequences(model, [text], seed=1).run(512)
+
+    error = (got - expected).abs().max() / (expected.max() - expected.min())
+    assert error <= TOLERANCE, f"{error:.1e} of the logits' range"
+
+
 def test_a_step_may_mix_decodes_chunks_and_idle_requests() -> None:
     texts, expected = texts_and_logits("v3-yarn")
     model = make_model(oracle_of("v3-yarn"), ReferenceKernels(), absorbed_max_query_tokens=4)

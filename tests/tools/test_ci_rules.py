@@ -22,14 +22,18 @@ def test_that_someone_forgot(): pass
 
 
 def run(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, source: str, floor: int
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    floor: int,
+    *options: str,
 ) -> pytest.RunResult:
     """Run a suite of its own under the rules."""
     monkeypatch.setattr(ci_rules, "FLOOR", pytester.path / "floor.txt")
     ci_rules.FLOOR.write_text(f"{floor}\n", encoding="utf-8")
     pytester.makeini("[pytest]\nmarkers =\n    gpu: needs a device\n")
     pytester.makepyfile(source)
-    return pytester.runpytest_inprocess("--ci", "-p", "tests.ci_rules")
+    return pytester.runpytest_inprocess("--ci", "-p", "tests.ci_rules", *options)
 
 
 def test_a_skip_marked_gpu_is_counted_and_allowed(
@@ -58,3 +62,14 @@ def test_fewer_tests_than_the_floor_fail(
     result = run(pytester, monkeypatch, SUITE, floor=3)
     assert result.ret == 1
     result.stdout.fnmatch_lines(["2 tests were collected, fewer than the 3 of floor.txt*"])
+
+
+def test_the_rules_hold_when_the_tests_run_in_two_processes(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run(pytester, monkeypatch, SUITE + HIDDEN, 4, "-n", "2")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        ["*test_that_someone_forgot was skipped: mark it gpu, or let it run"]
+    )
+    result.stdout.fnmatch_lines(["3 tests were collected, fewer than the 4 of floor.txt*"])
