@@ -19,11 +19,11 @@ test: install
 test-long: install
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(ARGS)
 
-# two environments, because Instructor asks for an older openai package; npm holds the coding agent
+# two environments, because Instructor needs an older openai package; npm holds the coding agent
 CLIENTS := .venv-clients
 CLIENT_LISTS := clients clients-instructor
 test-clients: install $(CLIENTS)/.installed
-	$(BIN)/python -m pytest tests/end_to_end/clients $(ARGS)
+	$(BIN)/python -m pytest tests/end_to_end/clients tests/end_to_end/test_openapi_fuzzed.py $(ARGS)
 
 $(CLIENTS)/.installed: $(CLIENT_LISTS:%=constraints/%.txt) constraints/clients-npm.txt
 	@command -v npm > /dev/null || { echo 'npm and Node.js 20 are missing (Debian: apt-get install nodejs npm)'; exit 1; }

@@ -62,7 +62,7 @@ class Reader:
     def _environment(self) -> dict[str, str]:
         """Return variables that name no key, and a proxy that lets nothing out."""
         nowhere = "http://127.0.0.1:9"
-        proxies = {name: nowhere for name in ("http_proxy", "https_proxy", "all_proxy")}
+        proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), nowhere)
         return {
             "HOME": str(self.home),
             "PATH": f"{INSTALLED / 'node_modules' / '.bin'}:{os.environ['PATH']}",
