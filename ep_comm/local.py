@@ -7,6 +7,22 @@ from torch import Tensor
 from whalepod.kernels.interface import Kernels, Packed
 
 
+class LocalPlacement:
+    """An `ExpertPlacement` without other ranks: `owned` experts are here (None: all of them).
+
+    Those of nobody add nothing.
+    """
+
+    def __init__(self, kernels: Kernels, num_experts: int, owned: range | None = None) -> None:
+        self.owned = range(num_experts) if owned is None else owned
+        self._kernels = kernels
+        self._num_experts = num_experts
+
+    def routed(self, packed: Packed, layer: str) -> LocalExperts:
+        """Return the experts of a layer."""
+        return LocalExperts(self._kernels, packed, self.owned, self._num_experts)
+
+
 class LocalExperts:
     """Runs the experts `owned` (global ids); a selection of any other expert adds nothing."""
 

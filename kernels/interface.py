@@ -198,6 +198,14 @@ class Kernels(Protocol):
         """
         ...
 
+    def expert_rows(self, x_SH: Tensor, ids_S: Tensor, packed: Packed) -> Tensor:
+        """Return expert[ids[s]](x[s]) as f32 `[S, H]`, not rounded to the model dtype.
+
+        ids_S [S] int64, local to `packed`. Summed in k order with their weights, these are what
+        `experts` sums: so a token's experts may live on several ranks.
+        """
+        ...
+
     # -- sampling ------------------------------------------------------------------------------
 
     def gumbel_noise(self, seeds_B: Tensor, positions_B: Tensor, num_tokens: int) -> Tensor:

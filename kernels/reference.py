@@ -133,13 +133,20 @@ class ReferenceKernels:
         return gate_up_EJH, down_EHI
 
     def experts(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: Packed) -> Tensor:
-        gate_up_EJH, down_EHI = packed
         y_TKH = torch.zeros(*ids_TK.shape, x_TH.shape[-1], device=x_TH.device)
-        for expert in sorted(set(ids_TK.flatten().tolist()) - {-1}):
-            rows_T, places_K = torch.where(ids_TK == expert)
-            inner = self.swiglu(self.linear(x_TH[rows_T], gate_up_EJH[expert]))
-            y_TKH[rows_T, places_K] = self.linear_f32(inner, down_EHI[expert])
+        tokens_S, places_S = torch.where(ids_TK >= 0)
+        ids_S = ids_TK[tokens_S, places_S]
+        y_TKH[tokens_S, places_S] = self.expert_rows(x_TH[tokens_S], ids_S, packed)
         return _sum_in_order(y_TKH, weights_TK).to(x_TH.dtype)
+
+    def expert_rows(self, x_SH: Tensor, ids_S: Tensor, packed: Packed) -> Tensor:
+        gate_up_EJH, down_EHI = packed
+        y_SH = torch.empty(x_SH.shape, device=x_SH.device)
+        for expert in sorted(set(ids_S.tolist())):
+            rows_s = torch.where(ids_S == expert)[0]
+            inner = self.swiglu(self.linear(x_SH[rows_s], gate_up_EJH[expert]))
+            y_SH[rows_s] = self.linear_f32(inner, down_EHI[expert])
+        return y_SH
 
     # -- sampling ------------------------------------------------------------------------------
 

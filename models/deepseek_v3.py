@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.kernels.interface import Kernels
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
@@ -22,7 +23,8 @@ class DeepseekV3:
 
     max_positions                longest sequence that the rotary table covers
     absorbed_max_query_tokens    requests with more queries in a step use expanded attention
-    experts                      global ids of the routed experts to load; None: all
+    placement                    which routed experts to load, and who computes the others;
+                                 None: all are here
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class DeepseekV3:
         *,
         max_positions: int,
         absorbed_max_query_tokens: int,
-        experts: range | None = None,
+        placement: ExpertPlacement | None = None,
     ) -> None:
         self.config = config
         self._kernels = kernels
@@ -42,7 +44,7 @@ class DeepseekV3:
         self.embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
         self.dtype, self.device = self.embedding_VH.dtype, self.embedding_VH.device
         self._layers = [
-            DecoderLayer(config, weights, index, kernels, experts)
+            DecoderLayer(config, weights, index, kernels, placement)
             for index in range(config.num_layers)
         ]
         self._norm_H = weights.take("model.norm.weight", (config.hidden_size,))
@@ -80,6 +82,20 @@ class DeepseekV3:
             )
         return x_TH
 
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of the routed experts that are loaded here."""
+        return sum(layer.expert_bytes for layer in self._layers)
+
+    def join(self) -> None:
+        """Take part in a step of other ranks that has no tokens of this one.
+
+        The same dispatches and combines as `forward`, with T = 0.
+        """
+        x_0H = self.embedding_VH[:0]
+        for layer in self._layers:
+            layer.join(x_0H)
+
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """Return f32 logits `[B, V]` of hidden states that `forward` returned."""
         return self._kernels.linear_f32(hidden_BH, self._head)
@@ -94,7 +110,7 @@ class DecoderLayer:
         weights: Weights,
         index: int,
         kernels: Kernels,
-        experts: range | None,
+        placement: ExpertPlacement | None,
     ) -> None:
         prefix = f"model.layers.{index}"
         hidden = config.hidden_size
@@ -107,9 +123,8 @@ class DecoderLayer:
         )
         self._mlp: GatedMlp | MixtureOfExperts
         if config.gate is not None and config.is_moe_layer(index):
-            owned = range(config.gate.num_experts) if experts is None else experts
             self._mlp = MixtureOfExperts(
-                config, config.gate, weights, f"{prefix}.mlp", kernels, owned
+                config, config.gate, weights, f"{prefix}.mlp", kernels, placement
             )
         else:
             self._mlp = GatedMlp(
@@ -135,3 +150,13 @@ class DecoderLayer:
         x_TH, residual_TH = add_norm(x_TH, residual_TH, self._post_attention_norm_H, self._eps)
         x_TH = self._mlp(x_TH)
         return add_norm(x_TH, residual_TH, next_norm_H, self._eps)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of this layer's routed experts that are loaded here."""
+        return self._mlp.expert_bytes if isinstance(self._mlp, MixtureOfExperts) else 0
+
+    def join(self, x_0H: Tensor) -> None:
+        """Take part in the experts' work for other ranks."""
+        if isinstance(self._mlp, MixtureOfExperts):
+            self._mlp.join(x_0H)

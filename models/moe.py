@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whalepod.ep_comm.interface import RoutedExperts
-from whalepod.ep_comm.local import LocalExperts
+from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.local import LocalPlacement
 from whalepod.kernels.interface import GateConfig, Kernels
 from whalepod.models.config import ModelConfig
 from whalepod.models.weights import Weights
@@ -40,11 +40,13 @@ class MixtureOfExperts:
         weights: Weights,
         prefix: str,
         kernels: Kernels,
-        experts: range,
+        placement: ExpertPlacement | None = None,
     ) -> None:
+        """placement: which experts to load, and who computes the others; None: all are here."""
         self._kernels = kernels
         self._gate = gate
         num_experts, hidden = gate.num_experts, config.hidden_size
+        placement = placement or LocalPlacement(kernels, num_experts)
         self._router = kernels.pack_linear(
             weights.take(f"{prefix}.gate.weight", (num_experts, hidden), torch.float32)
         )
@@ -64,15 +66,22 @@ class MixtureOfExperts:
             if config.num_shared_experts
             else None
         )
-        _leave_others(num_experts, weights, prefix, experts)
-        packed = kernels.pack_experts(*_stack_experts(config, weights, prefix, experts))
-        self._routed: RoutedExperts = LocalExperts(kernels, packed, experts, num_experts)
+        _leave_others(num_experts, weights, prefix, placement.owned)
+        stacked = _stack_experts(config, weights, prefix, placement.owned)
+        self.expert_bytes = sum(tensor.nbytes for tensor in stacked)
+        self._routed = placement.routed(kernels.pack_experts(*stacked), prefix)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         logits_TE = self._kernels.linear_f32(x_TH.float(), self._router)
         ids_TK, weights_TK = self._kernels.gate(logits_TE, self._bias_E, self._gate)
         y_TH = self._routed(x_TH, ids_TK, weights_TK)
         return y_TH if self._shared is None else y_TH + self._shared(x_TH)
+
+    def join(self, x_0H: Tensor) -> None:
+        """Take part in what other ranks compute, without tokens of this one (`x_0H` has none)."""
+        num_choices = self._gate.num_experts_per_token
+        ids_0K = torch.empty(0, num_choices, dtype=torch.int64, device=x_0H.device)
+        self._routed(x_0H, ids_0K, torch.empty(0, num_choices, device=x_0H.device))
 
 
 def _leave_others(num_experts: int, weights: Weights, prefix: str, owned: range) -> None:

@@ -44,6 +44,8 @@ class DraftModel(Protocol):
         self, previous_hidden_TH: Tensor, batch: ForwardBatch, cache: LatentCache
     ) -> Tensor: ...
 
+    def join(self) -> None: ...
+
     def logits(self, hidden_BH: Tensor) -> Tensor: ...
 
 
@@ -216,6 +218,8 @@ class Drafter:
             stored = self._store(number, previous_TH[known_T], self._batches.build(kept), is_last)
             for known_TH in stored:
                 found_TH[known_T] = known_TH
+        elif not is_last:
+            self._modules[number].join()
         return () if is_last else (found_TH,)
 
     def _store(
@@ -240,11 +244,29 @@ class Drafter:
                     self._block_states_PMH[block_id, number] = row_H
             begin += len(span.token_ids)
 
-    def draft(self, starts: Sequence[DraftStart], choose: Choose) -> list[list[int]]:
-        """Guess `num_wanted` tokens behind each text, one full pass for each of them."""
+    def join(self, num_passes: int) -> None:
+        """Take part in what other ranks do with their tokens, `write_rows` and `num_passes` passes
+        of `draft`, without tokens of this one."""
+        for module in self._modules[:-1]:
+            module.join()
+        self.join_passes(num_passes)
+
+    def join_passes(self, num_passes: int, first: int = 0) -> None:
+        """Take part in the passes `first` .. `num_passes - 1` of other ranks."""
+        for depth in range(first, num_passes):
+            self._modules[min(depth, len(self._modules) - 1)].join()
+
+    def draft(
+        self, starts: Sequence[DraftStart], choose: Choose, num_passes: int = 0
+    ) -> list[list[int]]:
+        """Guess `num_wanted` tokens behind each text, one full pass for each of them.
+
+        Passes up to `num_passes`, which other ranks may run, are joined without tokens.
+        """
         drafts: list[list[int]] = [[] for _ in starts]
         found = [start.known.states_MH[:0] for start in starts]  # by the pass before
-        for depth in range(max((start.num_wanted for start in starts), default=0)):
+        num_own = max((start.num_wanted for start in starts), default=0)
+        for depth in range(num_own):
             active = [i for i, start in enumerate(starts) if start.num_wanted > depth]
             number = min(depth, len(self._modules) - 1)
             spans = [self._next_span(starts[i], drafts[i], depth) for i in active]
@@ -262,6 +284,7 @@ class Drafter:
             chosen = choose(self._modules[number].logits(last_BH), active, drafts)
             for i, token_id in zip(active, chosen, strict=True):
                 drafts[i].append(token_id)
+        self.join_passes(num_passes, num_own)
         return drafts
 
     def _next_span(self, start: DraftStart, drafts: Sequence[int], depth: int) -> _Span:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.kernels.interface import Kernels
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
@@ -36,7 +37,7 @@ class MtpModule:
         kernels: Kernels,
         *,
         index: int = 0,
-        experts: range | None = None,
+        placement: ExpertPlacement | None = None,
     ) -> None:
         config = model.config
         hidden = config.hidden_size
@@ -51,7 +52,7 @@ class MtpModule:
         self._projection = kernels.pack_linear(
             weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
         )
-        self._layer = DecoderLayer(config, weights, self._cache_layer, kernels, experts)
+        self._layer = DecoderLayer(config, weights, self._cache_layer, kernels, placement)
         self._head_norm_H = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))
 
     def write_rows(
@@ -92,6 +93,15 @@ class MtpModule:
             self._model.cos_sin_SD,
         )
         return hidden_TH
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of the routed experts that are loaded here."""
+        return self._layer.expert_bytes
+
+    def join(self) -> None:
+        """Take part in a pass of other ranks that has no tokens of this one."""
+        self._layer.join(self._model.embedding_VH[:0])
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """Return f32 logits `[B, V]` of what `forward` returned, by the main model's head."""

@@ -102,8 +102,9 @@ class RecordedScheduler(Scheduler):
     def reset_prefix_cache(self) -> int:
         return self._record("reset_prefix_cache", [], super().reset_prefix_cache)
 
-    def step(self, num_drafts: int = 0) -> Plan | None:
-        return self._record("step", [num_drafts], super().step, num_drafts)
+    def step(self, num_drafts: int = 0, max_tokens: int | None = None) -> Plan | None:
+        values = [num_drafts, max_tokens]
+        return self._record("step", values, super().step, num_drafts, max_tokens)
 
     def finish(self, result: StepResult) -> list[Output]:
         return self._record("finish", [result], super().finish, result)

@@ -8,10 +8,13 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import torch
 
+from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.transport.interface import Transport
+from whalepod.ep_comm.transport.shm import ShmTransport
 from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
 from whalepod.kernels.invariant import InvariantKernels
@@ -37,6 +40,7 @@ from whalepod.server.build_speculation import (
     wants_mtp,
 )
 from whalepod.server.cache_memory import new_cache, settle_length
+from whalepod.server.cluster.seat import Seat, prepare_heaps
 from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
@@ -56,24 +60,31 @@ CANARY_POSITIONS = 2 * BLOCK_TOKENS
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig) -> EngineCore:
+def build_engine(config: EngineConfig, new_placement: NewPlacement | None = None) -> EngineCore:
     """Load the model and put an engine around it, warmed up and ready.
+
+    new_placement  says which experts to load, once the model's configuration is known; None: all
 
     Raises StartupError, one sentence, for what a user can mend.
     """
     try:
-        return _build_engine(config)
+        return _build_engine(config, new_placement)
     except (ConfigError, SourceError, WeightsError, NotInvariantError) as error:
         raise StartupError(str(error)) from error
     except MemoryError as error:
         raise StartupError(f"not enough memory for the model: {error}") from error
 
 
-def _build_engine(config: EngineConfig) -> EngineCore:
+def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> EngineCore:
     started = time.monotonic()
+    if new_placement is None and config.parallel.expert_parallel_size > 1:
+        raise StartupError(
+            f"expert_parallel_size is {config.parallel.expert_parallel_size}, and this is one "
+            "engine: ranks are started by `whalepod serve`"
+        )
     if config.device.num_threads:
         torch.set_num_threads(config.device.num_threads)
-    loaded = load_model(config)
+    loaded = load_model(config, new_placement)
     config = loaded.engine_config
     model_config, limits = loaded.config, config.scheduler
     cache = new_cache(
@@ -104,7 +115,9 @@ def _build_engine(config: EngineConfig) -> EngineCore:
     runner = Runner(loaded.model, cache, sampler, batches, speculator)
     max_depth = config.speculation.max_depth if speculator else 0
     warm_up(runner, limits, max_depth)
-    if loaded.mtp and config.source.load_format != "dummy":
+    # a rank of a group has not all experts before the others are there: its guesses mean nothing
+    is_whole = new_placement is None and config.source.load_format != "dummy"
+    if loaded.mtp and is_whole:
         only_mtp = new_speculator(
             SpeculationConfig(speculation_method="mtp"),
             loaded.mtp,
@@ -134,6 +147,8 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         weights_bytes=loaded.weights_bytes,
         kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
         load_seconds=time.monotonic() - started,
+        expert_bytes=loaded.expert_bytes,
+        num_ranks=config.parallel.expert_parallel_size,
         speculation=describe_speculation(config.speculation, speculator),
     )
     return EngineCore(
@@ -166,11 +181,27 @@ class LoadedModel:
     """The layers that draft, if speculation uses them."""
 
     @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of the routed experts that are loaded here."""
+        return self.model.expert_bytes + sum(module.expert_bytes for module in self.mtp)
+
+    @property
     def num_cache_layers(self) -> int:
         return self.config.num_layers + len(self.mtp)
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+class NewPlacement(Protocol):
+    """Says where the routed experts live, once it is known how many there are.
+
+    `limits` are settled. Raises StartupError if they cannot be spread.
+    """
+
+    def __call__(
+        self, config: ModelConfig, limits: SchedulerConfig, kernels: Kernels, dtype: torch.dtype
+    ) -> ExpertPlacement: ...
+
+
+def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) -> LoadedModel:
     """Read or make the weights that the configuration names."""
     source, is_dummy = config.source, config.source.load_format == "dummy"
     folder = resolve_model(source.model, source.revision, with_weights=not is_dummy)
@@ -178,6 +209,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     config = replace(config, scheduler=settle_length(config.scheduler, model_config))
     dtype = _choose_dtype(source, model_config)
     kernels = choose_kernels(config.device, dtype)
+    placement = None
+    if new_placement is not None:
+        placement = new_placement(model_config, config.scheduler, kernels, dtype)
     weights: Weights
     if is_dummy:
         weights = DummyWeights(model_config, dtype=dtype, seed=source.seed)
@@ -191,10 +225,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
         kernels,
         max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
+        placement=placement,
     )
     mtp: tuple[MtpModule, ...] = ()
     if wants_mtp(config.speculation, model_config):
-        mtp = load_mtp(model, weights, kernels, config.speculation.max_depth)
+        mtp = load_mtp(model, weights, kernels, config.speculation.max_depth, placement)
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
@@ -219,6 +254,19 @@ def choose_kernels(device: DeviceConfig, dtype: torch.dtype) -> Kernels:
     kernels = CpuKernels(num_threads=device.num_threads or None)
     kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
     return kernels
+
+
+def choose_transport(name: str, seat: Seat, heap_bytes: int) -> Transport:
+    """Return what carries rows between the ranks of a group (`--all2all-backend`)."""
+    if name not in ("auto", "shm"):
+        raise StartupError(
+            f"--all2all-backend {name} cannot be used for the ranks of one machine yet: use shm"
+        )
+    try:
+        prepare_heaps(seat, heap_bytes)
+        return ShmTransport(seat.rank, seat.heap_descriptors)
+    except (RuntimeError, ValueError) as error:
+        raise StartupError(str(error)) from error
 
 
 def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.kernels.interface import Kernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import ModelConfig
@@ -45,7 +46,11 @@ def wants_mtp(speculation: SpeculationConfig, config: ModelConfig) -> bool:
 
 
 def load_mtp(
-    model: DeepseekV3, weights: Weights, kernels: Kernels, max_depth: int
+    model: DeepseekV3,
+    weights: Weights,
+    kernels: Kernels,
+    max_depth: int,
+    placement: ExpertPlacement | None = None,
 ) -> tuple[MtpModule, ...]:
     """Load the modules, the first `max_depth` of them: module i makes the draft of depth i + 1.
 
@@ -56,7 +61,7 @@ def load_mtp(
     if isinstance(weights, CheckpointWeights):
         num_modules = _count_mtp_layers(weights, model.config)
     modules = tuple(
-        MtpModule(model, weights, kernels, index=index)
+        MtpModule(model, weights, kernels, index=index, placement=placement)
         for index in range(min(num_modules, max_depth))
     )
     if isinstance(weights, CheckpointWeights):

@@ -56,6 +56,7 @@ def count_blocks(config: EngineConfig, *, block_bytes: int) -> int:
     limits, given_bytes = config.scheduler, config.device.kv_cache_memory_bytes
     num_usable = limits.max_num_seqs * -(-limits.max_model_len // BLOCK_TOKENS)
     free_bytes = min(int(available_memory_bytes() * SHARE_OF_FREE_MEMORY), DEFAULT_CACHE_BYTES)
+    free_bytes //= config.parallel.expert_parallel_size  # ranks that share this machine
     num_blocks = given_bytes // block_bytes if given_bytes else free_bytes // block_bytes
     if num_blocks < 1:
         raise StartupError(

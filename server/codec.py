@@ -33,6 +33,8 @@ from whalepod.server.messages import (
     Submit,
     ToEngine,
     ToGateway,
+    Withdraw,
+    Withdrawn,
 )
 
 T = TypeVar("T")
@@ -42,8 +44,8 @@ Encoder = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ..
 MESSAGE_TYPES: Mapping[str, type] = {
     cls.__name__: cls
     for cls in (
-        Submit, Abort, Ping, ResetPrefixCache, Shutdown,
-        EngineInfo, StepOutputs, Rejected, Pong, EngineFailed,
+        Submit, Abort, Withdraw, Ping, ResetPrefixCache, Shutdown,
+        EngineInfo, StepOutputs, Rejected, Withdrawn, Pong, EngineFailed,
     )
 }  # fmt: skip
 _REQUIRED: Any = object()

@@ -44,6 +44,34 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How many ranks serve the model together, and how they reach each other."""
+
+    expert_parallel_size: Annotated[
+        int, "ranks that the experts are spread over; each has its own requests and KV cache"
+    ] = 1
+    all2all_backend: Annotated[
+        Literal["auto", "shm", "gloo", "cuda_ipc", "nvshmem"],
+        "what carries rows between ranks; auto: the fastest that reaches all of them",
+    ] = "auto"
+    dispatch_timeout_s: Annotated[
+        float, "a rank that is so late in a layer is suspect; a step's gather waits eight times"
+    ] = 10.0
+    rank_return_timeout_s: Annotated[
+        float, "how long requests wait for a lost rank to come back before they end with a 503"
+    ] = 60.0
+
+    def __post_init__(self) -> None:
+        if self.expert_parallel_size < 1:
+            raise ValueError(
+                f"expert_parallel_size must be at least 1, got {self.expert_parallel_size}"
+            )
+        for name in ("dispatch_timeout_s", "rank_return_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One engine: a model on a device, and the limits of its scheduler."""
 
@@ -51,6 +79,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
     record: Annotated[str | None, "write every engine input to this file, for replay"] = None
 

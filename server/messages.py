@@ -41,6 +41,13 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """Gateway to engine: give a request back if it has not begun; answered by `Withdrawn` then."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
     """Gateway to engine: answered by the engine loop itself, between two steps."""
 
@@ -73,6 +80,10 @@ class EngineInfo:
     weights_bytes: int
     kv_bytes_per_token: int
     load_seconds: float
+    expert_bytes: int = 0
+    """Of the routed experts that are loaded here."""
+    num_ranks: int = 1
+    """Ranks that the experts are spread over."""
     speculation: str = "off"
     """Who drafts and how many tokens, for people: "mtp, adaptive up to 4"."""
 
@@ -123,6 +134,8 @@ class Stats:
     num_accepted_by_position: tuple[int, ...] = ()
     num_speculative_tokens: int = 0
     """Drafts that each row of the last step was asked for."""
+    waited_ms: tuple[int, ...] = ()
+    """For each rank of the group, how long this one has waited for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +157,13 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn:
+    """Engine to gateway: the request was still queued and is forgotten."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pong:
     nonce: int
     stats: Stats
@@ -156,8 +176,8 @@ class EngineFailed:
     message: str
 
 
-ToEngine: TypeAlias = Submit | Abort | Ping | ResetPrefixCache | Shutdown
-ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Pong | EngineFailed
+ToEngine: TypeAlias = Submit | Abort | Withdraw | Ping | ResetPrefixCache | Shutdown
+ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Withdrawn | Pong | EngineFailed
 
 
 class MessageError(ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
 from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
@@ -19,6 +19,11 @@ class Upstream(Protocol):
     @property
     def stats(self) -> Stats:
         """The newest counters that the engine sent."""
+        ...
+
+    @property
+    def rank_stats(self) -> Mapping[int, Stats]:
+        """The newest counters of each rank, by rank; one engine is rank 0."""
         ...
 
     @property

@@ -17,7 +17,13 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 import whalepod
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.server.config import DeviceConfig, EngineConfig, GatewayConfig, ModelSource
+from whalepod.server.config import (
+    DeviceConfig,
+    EngineConfig,
+    GatewayConfig,
+    ModelSource,
+    ParallelConfig,
+)
 from whalepod.server.errors import StartupError
 from whalepod.tools.bench.config import (
     BenchServeConfig,
@@ -40,6 +46,7 @@ GROUPS: dict[type | str, str] = {
     DeviceConfig: "Device",
     SchedulerConfig: "Scheduler",
     SpeculationConfig: "Speculation",
+    ParallelConfig: "Parallel",
     GatewayConfig: "Server",
     **dict.fromkeys(("api_key", "api_key_file", "cors_allow_origin"), "Access"),
     **dict.fromkeys(("admin_port", "admin_host", "admin_key"), "Access"),

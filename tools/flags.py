@@ -27,6 +27,8 @@ ENV_PREFIX = "WHALEPOD_"
 UNIT_SUFFIXES = ("_bytes", "_s")
 """Units that a field name carries and its flag does not: `--kv-cache-memory 2G`."""
 CHOICE_ALIASES = {"float32": "fp32", "bfloat16": "bf16"}
+FLAG_ALIASES = {"expert-parallel-size": "ep"}
+"""Short names of flags."""
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SCALES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = re.compile(r"([+-]?[0-9_]+(?:\.[0-9]+)?)\s*([kmgtKMGT]?)(?:i?B)?")
@@ -156,7 +158,7 @@ def _parameter(flag: Flag, group: Group, *, positional: bool, env: bool) -> insp
     required = flag.default is dataclasses.MISSING
     is_bool = flag.type is bool
     parameter = Parameter(
-        name=None if positional and required else f"--{flag.name}",
+        name=None if positional and required else _names(flag),
         help=flag.help,
         group=group,
         env_var=flag.env if env else None,
@@ -172,6 +174,11 @@ def _parameter(flag: Flag, group: Group, *, positional: bool, env: bool) -> insp
         default=kinds.empty if required else flag.default,
         annotation=Annotated[flag.type, parameter],
     )
+
+
+def _names(flag: Flag) -> tuple[str, ...]:
+    alias = FLAG_ALIASES.get(flag.name)
+    return (f"--{flag.name}",) + ((f"--{alias}",) if alias else ())
 
 
 def _converter(kind: Any) -> Callable[[Any, Sequence[Token]], Any] | None:

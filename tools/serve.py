@@ -15,6 +15,7 @@ from whalepod.server.config import EngineConfig, GatewayConfig
 from whalepod.server.errors import StartupError
 
 if TYPE_CHECKING:
+    from whalepod.server.cluster.launch import RankGroup
     from whalepod.server.gateway.tokenizer import TextTokenizer
     from whalepod.server.launch import EngineProcess
     from whalepod.server.messages import EngineInfo
@@ -31,7 +32,6 @@ class ServeOptions:
 def serve(engine: EngineConfig, gateway: GatewayConfig) -> int:
     """Start both processes and serve until a signal. Raises StartupError, one sentence."""
     from whalepod.models.source import SourceError, resolve_model
-    from whalepod.server.launch import EngineProcess
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the report below says it all
@@ -51,12 +51,20 @@ def serve(engine: EngineConfig, gateway: GatewayConfig) -> int:
     # the gateway's imports and tokenizer take as long as a small model: load both at once
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(_load_tokenizer, folder, gateway.chat_template)
-        with EngineProcess(engine) as process:
+        with _new_process(engine) as process:
             print(start_report(gateway, process.info, family))
             _warn_if_open(gateway)
             sys.stdout.flush()
             _run_gateway(gateway, process, tokenizer.result(), folder)
     return 0
+
+
+def _new_process(engine: EngineConfig) -> EngineProcess | RankGroup:
+    """Return the one engine, or the ranks, that serve; not started yet."""
+    from whalepod.server.cluster.launch import RankGroup
+    from whalepod.server.launch import EngineProcess
+
+    return EngineProcess(engine) if engine.parallel.expert_parallel_size == 1 else RankGroup(engine)
 
 
 def claim_port(gateway: GatewayConfig) -> GatewayConfig:
@@ -157,7 +165,10 @@ def _load_tokenizer(folder: Path, chat_template: str | None) -> TextTokenizer:
 
 
 def _run_gateway(
-    gateway: GatewayConfig, process: EngineProcess, tokenizer: TextTokenizer, folder: Path
+    gateway: GatewayConfig,
+    process: EngineProcess | RankGroup,
+    tokenizer: TextTokenizer,
+    folder: Path,
 ) -> None:
     import uvloop
 

@@ -285,7 +285,24 @@ class CpuKernels:
         num_pairs = ids_TK.numel()
         if num_pairs > self._limits.rows_per_expert * packed.num_experts:
             return self._experts_by_gemm(x_TH, ids_TK, weights_TK, packed)
-        out_TH = torch.empty_like(x_TH)
+        return self._experts_in_one_region(x_TH, ids_TK, weights_TK, packed)[0]
+
+    def expert_rows(self, x_SH: Tensor, ids_S: Tensor, packed: PackedExperts) -> Tensor:
+        ids_S1, num_rows = ids_S[:, None].contiguous(), len(ids_S)
+        weights_S1 = torch.ones(num_rows, 1)
+        if num_rows > self._limits.rows_per_expert * packed.num_experts:
+            return self._experts_by_gemm(x_SH, ids_S1, weights_S1, packed).float()
+        _, y = self._experts_in_one_region(x_SH, ids_S1, weights_S1, packed)
+        places_S = self._scratch[: 8 * num_rows].view(torch.int64)
+        y_SH = self._scratch[y : y + 4 * num_rows * packed.hidden].view(torch.float32)
+        return y_SH.view(num_rows, packed.hidden).index_select(0, places_S)
+
+    def _experts_in_one_region(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: PackedExperts
+    ) -> tuple[Tensor, int]:
+        """Return the sums, and where in the scratch memory the f32 rows of all pairs lie; the
+        scratch begins with the place of each pair among them."""
+        out_TH, num_pairs = torch.empty_like(x_TH), ids_TK.numel()
         num_tokens, top_k = ids_TK.shape
         inner, hidden = packed.inner, packed.hidden
         integers = 8 * (2 * num_pairs + 3 * packed.num_experts + 4)
@@ -299,7 +316,7 @@ class CpuKernels:
             weights_TK.data_ptr(), packed.gate_up_address, packed.down_address, out_TH.data_ptr(),
             scratch, scratch + products, scratch + activations, scratch + y,
         )  # fmt: skip
-        return out_TH
+        return out_TH, y
 
     def _experts_by_gemm(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: PackedExperts

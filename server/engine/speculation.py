@@ -141,9 +141,15 @@ class Speculator:
         log_qs = self._kept[row.sequence_id].log_qs
         return log_qs[index] if log_qs else None
 
-    def draft(self, ends: Sequence[TextEnd]) -> list[tuple[int, ...]]:
+    def join(self, num_passes: int) -> None:
+        """Take part in other ranks' passes of the draft layers, without tokens of this one."""
+        if self._drafter is not None:
+            self._drafter.join(num_passes)
+
+    def draft(self, ends: Sequence[TextEnd], num_passes: int = 0) -> list[tuple[int, ...]]:
         """Guess what follows each text, at most as many tokens as its row wants.
 
+        All ranks of a group run the draft layer `num_passes` times in a step.
         What is kept changes at the end only, where nothing can fail any more: a step that is run
         again finds what it found the first time.
         """
@@ -164,8 +170,10 @@ class Speculator:
         log_qs: list[list[Tensor | None]] = [[] for _ in ends]
         if asking:
             starts = [_start(ends[i], known[i]) for i in asking]
-            for i, drafts, drawn_from in self._ask_model(ends, starts, asking):
+            for i, drafts, drawn_from in self._ask_model(ends, starts, asking, num_passes):
                 guesses[i], log_qs[i] = drafts, drawn_from
+        elif self._drafter is not None:
+            self._drafter.join_passes(num_passes)
         for i, end in enumerate(ends):
             self._keep(end, makers[i], log_qs[i], looked_up[i])
         if self._drafter is not None:
@@ -201,7 +209,11 @@ class Speculator:
         return self._kept[end.row.sequence_id].prefers_lookup(num_guessed, num_wanted)
 
     def _ask_model(
-        self, ends: Sequence[TextEnd], starts: Sequence[DraftStart], asking: Sequence[int]
+        self,
+        ends: Sequence[TextEnd],
+        starts: Sequence[DraftStart],
+        asking: Sequence[int],
+        num_passes: int,
     ) -> Iterator[tuple[int, tuple[int, ...], list[Tensor | None]]]:
         """Yield (number of the text, the layer's drafts, what they were drawn from)."""
         assert self._drafter is not None, "lookup never asks the model"
@@ -216,7 +228,7 @@ class Speculator:
                 log_qs[i].append(log_q_V)
             return token_ids
 
-        drafts = self._drafter.draft(starts, choose)
+        drafts = self._drafter.draft(starts, choose, num_passes)
         for i, token_ids, drawn_from in zip(asking, drafts, log_qs, strict=True):
             yield i, tuple(token_ids), drawn_from
 

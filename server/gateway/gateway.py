@@ -28,6 +28,7 @@ from whalepod.server.gateway.live_requests import LiveRequests
 from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
+from whalepod.server.gateway.rank_metrics import RankCollector
 from whalepod.server.gateway.response_store import ResponseStore
 from whalepod.server.gateway.schema import SamplingFields
 from whalepod.server.gateway.scripted_turns import read_script, steps_for
@@ -53,6 +54,7 @@ class Gateway:
         self.upstream = upstream
         self.tokenizer = tokenizer
         self.metrics = Metrics(lambda: upstream.stats)
+        self.metrics.registry.register(RankCollector(lambda: upstream.rank_stats))
         self.requests = LiveRequests(config.request_timeout_s)
         self.offload = Offload(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
         family = choose_family(

@@ -92,6 +92,9 @@ class FakeModel:
         assert batch.max_query_tokens == max(e - s for s, e in pairwise(starts))
         return torch.tensor(hidden, dtype=torch.float32)[:, None]
 
+    def join(self) -> None:
+        """Take part in nothing: it is alone."""
+
     def _read(self, batch: ForwardBatch, cache: LatentCache, b: int) -> list[int]:
         assert batch.block_tables_BM.is_contiguous()
         length = int(batch.context_lens_B[b])
@@ -142,6 +145,9 @@ class FakeMtp:
             [self._follow(batch, cache, b) for b in range(len(batch.context_lens_B))],
             dtype=torch.float32,
         )[:, None]
+
+    def join(self) -> None:
+        """Take part in nothing: it is alone."""
 
     def _follow(self, batch: ForwardBatch, cache: LatentCache, b: int) -> int:
         """Check the chain of hashes up to a request's last token and return the next link."""

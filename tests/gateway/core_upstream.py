@@ -39,6 +39,10 @@ class CoreUpstream:
     def stats(self) -> Stats:
         return self.core.stats
 
+    @property
+    def rank_stats(self) -> dict[int, Stats]:
+        return {0: self.stats}
+
     def reset_prefix_cache(self) -> None:
         self.core.receive([ResetPrefixCache()])
 

@@ -126,6 +126,18 @@ def test_experts(dtype: torch.dtype, num_rows: int) -> None:
     assert_close(actual, expected, 3 * TOLERANCE[dtype])
 
 
+@cases
+def test_rows_of_experts_are_what_their_sums_are_made_of(dtype: torch.dtype, num_rows: int) -> None:
+    gate_up, down = random(6, 80, 72, dtype=dtype, seed=1), random(6, 72, 40, dtype=dtype, seed=2)
+    x = random(num_rows, 72, dtype=dtype) / 8
+    ids = torch.randint(6, (num_rows,), generator=torch.Generator().manual_seed(3))
+    packed = CPU.pack_experts(gate_up, down)
+    rows = CPU.expert_rows(x, ids, packed)
+    assert_close(rows, REFERENCE.expert_rows(x, ids, (gate_up, down)), 3 * TOLERANCE[dtype])
+    alone = CPU.experts(x, ids[:, None].contiguous(), torch.ones(num_rows, 1), packed)
+    assert torch.equal(rows.to(dtype), alone), "rounded, they are the sum of one"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_tokens_per_expert_go_through_gemms(dtype: torch.dtype) -> None:
     gate_up, down = random(2, 64, 32, dtype=dtype), random(2, 32, 32, dtype=dtype)

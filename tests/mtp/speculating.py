@@ -76,8 +76,8 @@ class RecordedRunner(Runner):
         super().__init__(*parts)  # type: ignore[arg-type]
         self.steps: list[tuple[Plan, StepResult]] = []
 
-    def run(self, plan: Plan) -> StepResult:
-        result = super().run(plan)
+    def run(self, plan: Plan, num_passes: int = 0) -> StepResult:
+        result = super().run(plan, num_passes)
         self.steps.append((plan, result))
         return result
 
