@@ -19,7 +19,7 @@ test: install
 test-long: install
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(ARGS)
 
-# two environments, because Instructor needs an older openai package; npm holds the coding agent
+# two environments, because Instructor needs an older openai package; npm holds the coding agents
 CLIENTS := .venv-clients
 CLIENT_LISTS := clients clients-instructor
 test-clients: install $(CLIENTS)/.installed

@@ -28,6 +28,7 @@ TURNS: list[dict[str, Any]] = [
     {"contains": "Anna is 31", "steps": ['{"name":"An', 'na","age":31}']},
     {"contains": "Bob is 27", "steps": _call("Person", name="Bob", age=27)},
     {"contains": "Read notes.txt", "steps": _call("read", path="notes.txt")},
+    {"contains": "What is in notes.txt", "steps": _call("exec_command", cmd="cat notes.txt")},
     {"contains": "who are you?", "steps": ["Hello, ", "I am ", "scripted."]},
 ]
 
