@@ -30,13 +30,13 @@ class LocalExperts:
         self._kernels = kernels
         self._packed = packed
         self._owned = owned
-        self._owns_all = owned == range(num_experts)
+        self.owns_all = owned == range(num_experts)
 
     def __call__(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return self._kernels.experts(x_TH, self._local_ids(ids_TK), weights_TK, self._packed)
 
     def _local_ids(self, ids_TK: Tensor) -> Tensor:
-        if self._owns_all:
+        if self.owns_all:
             return ids_TK
         is_owned = (ids_TK >= self._owned.start) & (ids_TK < self._owned.stop)
         return (ids_TK - self._owned.start).masked_fill(~is_owned, -1)

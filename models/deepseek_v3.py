@@ -17,6 +17,9 @@ from whalepod.models.moe import GatedMlp, MixtureOfExperts
 from whalepod.models.rope import build_rope_table
 from whalepod.models.weights import Weights
 
+MAX_REPEATED_TOKENS = 64
+"""Steps of up to so many tokens are recorded and repeated: decode, not prefill."""
+
 
 class DeepseekV3:
     """A loaded model. It owns its weights, not the cache.
@@ -48,10 +51,11 @@ class DeepseekV3:
             for index in range(config.num_layers)
         ]
         self._norm_H = weights.take("model.norm.weight", (config.hidden_size,))
-        self._head = kernels.pack_linear(
-            self.embedding_VH
-            if config.tie_word_embeddings
-            else weights.take("lm_head.weight", embedding_shape)
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self._head = weights.packed(
+            "head",
+            kernels,
+            lambda: kernels.pack_linear(weights.take(f"{head}.weight", embedding_shape)),
         )
         weights.finish()
         self.cos_sin_SD = build_rope_table(config.rope, config.qk_rope_head_dim, max_positions).to(
@@ -65,7 +69,15 @@ class DeepseekV3:
         `logits` and the multi-token-prediction module take.
         """
         plan = plan_attention(batch, self._absorbed_max_query_tokens)
-        residual_TH = self.embedding_VH[batch.token_ids_T]
+        is_plain = plan.absorbed is not None and plan.absorbed.tokens_T is None
+        is_local = all(layer.is_local for layer in self._layers)
+        if not (is_plain and is_local and len(batch.token_ids_T) <= MAX_REPEATED_TOKENS):
+            return self._compute(batch, plan, cache)
+        key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
+        return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, plan, cache))
+
+    def _compute(self, batch: ForwardBatch, plan: AttentionPlan, cache: LatentCache) -> Tensor:
+        residual_TH = self._kernels.embed(batch.token_ids_T, self.embedding_VH)
         x_TH = self._kernels.rms_norm(
             residual_TH, self._layers[0].input_norm_H, self.config.rms_norm_eps
         )
@@ -130,6 +142,11 @@ class DecoderLayer:
             self._mlp = GatedMlp(
                 hidden, config.intermediate_size, weights, f"{prefix}.mlp", kernels
             )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a forward pass stays within `Kernels`: that of experts elsewhere does not."""
+        return self._mlp.is_local
 
     def __call__(
         self,

@@ -49,8 +49,12 @@ class MtpModule:
         prefix = f"model.layers.{self._cache_layer}"
         self._token_norm_H = weights.take(f"{prefix}.enorm.weight", (hidden,))
         self._hidden_norm_H = weights.take(f"{prefix}.hnorm.weight", (hidden,))
-        self._projection = kernels.pack_linear(
-            weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
+        self._projection = weights.packed(
+            f"{prefix}.eh_proj",
+            kernels,
+            lambda: kernels.pack_linear(
+                weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
+            ),
         )
         self._layer = DecoderLayer(config, weights, self._cache_layer, kernels, placement)
         self._head_norm_H = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))

@@ -15,14 +15,19 @@ import torch
 from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.shm import ShmTransport
-from whalepod.kernels.cpu import CpuKernels
+from whalepod.kernels.cpu import CpuKernels, Int8CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
-from whalepod.kernels.invariant import InvariantKernels
 from whalepod.kernels.reference import ReferenceKernels
 from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
-from whalepod.models.source import EMBEDDED_MODEL, SourceError, resolve_model
+from whalepod.models.packed_files import PackedFiles, fingerprint
+from whalepod.models.source import (
+    EMBEDDED_MODEL,
+    SourceError,
+    default_cache_folder,
+    resolve_model,
+)
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.mtp.module import MtpModule
@@ -41,7 +46,7 @@ from whalepod.server.build_speculation import (
 )
 from whalepod.server.cache_memory import new_cache, settle_length
 from whalepod.server.cluster.seat import Seat, prepare_heaps
-from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
+from whalepod.server.config import EngineConfig, ModelSource
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
 from whalepod.server.engine.grammar import GrammarStore
@@ -57,6 +62,9 @@ ANY_CHUNK = 2**31
 """Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
 CANARY_POSITIONS = 2 * BLOCK_TOKENS
 """The canary's text needs so many, however short the requests may be."""
+SMALLEST_KEPT_BYTES = 256 << 20
+"""Checkpoints below it are packed at each start."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -208,7 +216,7 @@ def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) 
     model_config = load_config(folder)
     config = replace(config, scheduler=settle_length(config.scheduler, model_config))
     dtype = _choose_dtype(source, model_config)
-    kernels = choose_kernels(config.device, dtype)
+    kernels = choose_kernels(config, dtype)
     placement = None
     if new_placement is not None:
         placement = new_placement(model_config, config.scheduler, kernels, dtype)
@@ -217,7 +225,11 @@ def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) 
         weights = DummyWeights(model_config, dtype=dtype, seed=source.seed)
     else:
         weights = CheckpointWeights(
-            folder, model_config, dtype=dtype, progress=reporter("weights", "MiB", 1 << 20)
+            folder,
+            model_config,
+            dtype=dtype,
+            progress=reporter("weights", "MiB", 1 << 20),
+            packed_files=_packed_files(folder, kernels, dtype, placement),
         )
     model = DeepseekV3(
         model_config,
@@ -230,6 +242,8 @@ def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) 
     mtp: tuple[MtpModule, ...] = ()
     if wants_mtp(config.speculation, model_config):
         mtp = load_mtp(model, weights, kernels, config.speculation.max_depth, placement)
+    if isinstance(weights, CheckpointWeights):
+        weights.save_packed()
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
@@ -243,15 +257,48 @@ def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) 
     )
 
 
-def choose_kernels(device: DeviceConfig, dtype: torch.dtype) -> Kernels:
-    """Return the operations of the device, compiled; batch-invariant mode has its own."""
+def load_model_for_bench(config: EngineConfig, num_positions: int) -> LoadedModel:
+    """Load a model without an engine around it, for texts of up to `num_positions` tokens.
+
+    Raises StartupError, one sentence, for what a user can mend.
+    """
+    if config.device.num_threads:
+        torch.set_num_threads(config.device.num_threads)
+    limits = replace(config.scheduler, max_model_len=num_positions)
+    off = replace(config.speculation, speculation="off")
+    try:
+        return load_model(replace(config, scheduler=limits, speculation=off))
+    except (ConfigError, SourceError, WeightsError) as error:
+        raise StartupError(str(error)) from error
+
+
+def _packed_files(
+    folder: Path, kernels: Kernels, dtype: torch.dtype, placement: ExpertPlacement | None
+) -> PackedFiles | None:
+    """Return the files of packed weights; None for a model so small that packing takes no time."""
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if num_bytes < SMALLEST_KEPT_BYTES or kernels.packed_layout is None:
+        return None
+    layout = f"{kernels.packed_layout}/{dtype}"
+    parent = default_cache_folder() / "packed"
+    owned = placement.owned if placement else None
+    experts = f"{owned.start}-{owned.stop}" if owned else "all"
+    return PackedFiles(parent / fingerprint(folder, layout), experts=experts)
+
+
+def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
+    """Return the operations of the device, compiled."""
+    device, is_int8 = config.device, config.source.quantization == "int8"
     if device.device != "cpu":
         raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
-    if device.batch_invariant:
-        return InvariantKernels()
-    if device.kernels == "reference":
+    if device.kernels == "reference" and not device.batch_invariant:
+        if is_int8:
+            raise StartupError(
+                "--kernels reference has no --quantization int8: drop one of the two"
+            )
         return ReferenceKernels()
-    kernels = CpuKernels(num_threads=device.num_threads or None)
+    kind = Int8CpuKernels if is_int8 else CpuKernels
+    kernels = kind(num_threads=device.num_threads or None, is_invariant=device.batch_invariant)
     kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
     return kernels
 

@@ -33,6 +33,7 @@ from whalepod.tools.bench.config import (
     WorkloadConfig,
 )
 from whalepod.tools.bench.decode import DecodeConfig
+from whalepod.tools.bench.prefill import PrefillConfig
 from whalepod.tools.client import ClientError
 from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
 from whalepod.tools.doctor import DoctorConfig
@@ -60,6 +61,7 @@ GROUPS: dict[type | str, str] = {
     LoadConfig: "Load",
     ReportConfig: "Report",
     DecodeConfig: "Measurement",
+    PrefillConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
     ServeOptions: "Command line",
@@ -187,6 +189,16 @@ def doctor(config: DoctorConfig) -> int:
     return run(config)
 
 
+def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:
+    """Measure how fast prompts are computed, against the limits of this machine.
+
+    MODEL is a checkpoint folder, a preset or a Hugging Face id. No server is needed.
+    """
+    from whalepod.tools.bench.prefill import bench_prefill as run
+
+    return run(engine, config)
+
+
 def chat(config: ChatConfig) -> int:
     """Chat with a running server in the terminal.
 
@@ -262,6 +274,16 @@ def make_app() -> App:
         EngineConfig,
         DecodeConfig,
         name="decode",
+        groups=GROUPS,
+        positional=("model",),
+        env_fields=(),
+    )
+    add_command(
+        bench,
+        bench_prefill,
+        EngineConfig,
+        PrefillConfig,
+        name="prefill",
         groups=GROUPS,
         positional=("model",),
         env_fields=(),

@@ -17,7 +17,7 @@ from whalepod.ep_comm.parallel import Dispatcher, ModeName, Note, Patience, note
 from whalepod.ep_comm.traffic import GroupHeap, Traffic
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup
-from whalepod.kernels.invariant import InvariantKernels
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import ModelConfig, parse_config
 from whalepod.models.deepseek_v3 import DeepseekV3
@@ -90,7 +90,10 @@ def new_core(
     settings: Settings, placement: ExpertPlacement | None, depth: Depth | None
 ) -> EngineCore:
     """Build an engine whose experts live where `placement` says; unwritten cache rows are NaN."""
-    shape, kernels = shape_of(settings.is_guessing, settings.num_modules), InvariantKernels()
+    shape, kernels = (
+        shape_of(settings.is_guessing, settings.num_modules),
+        CpuKernels(is_invariant=True),
+    )
     weights = shape.new_weights()
     model = DeepseekV3(
         shape.config, weights, kernels, max_positions=settings.max_model_len,
@@ -202,7 +205,7 @@ def new_rank(
 ) -> Rank:
     """Build a rank and let it join."""
     watch = Watch(store)
-    kernels = InvariantKernels()
+    kernels = CpuKernels(is_invariant=True)
     group = Group(transport, is_gone=watch)
     dispatcher = ModeLog(
         group,

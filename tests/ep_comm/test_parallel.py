@@ -22,8 +22,8 @@ from whalepod.ep_comm.parallel import LowLatencyExperts, Patience, ThroughputExp
 from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Packed
-from whalepod.kernels.invariant import InvariantKernels
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import ModelConfig, parse_config
@@ -63,7 +63,7 @@ def make_model(
     return DeepseekV3(
         config,
         DummyWeights(config, dtype=dtype, seed=0),
-        InvariantKernels(),
+        CpuKernels(is_invariant=True),
         max_positions=128,
         absorbed_max_query_tokens=MAX_TOKENS,
         placement=MadeBy(experts, make) if experts is not None and make is not None else None,
@@ -141,7 +141,7 @@ def test_hidden_states_have_the_bits_of_one_rank(
         model = make_model(
             owned(transport.rank, num_ranks),
             lambda packed: LowLatencyExperts(
-                mode, InvariantKernels(), packed, patience=Patience(TIMEOUT_MS)
+                mode, CpuKernels(is_invariant=True), packed, patience=Patience(TIMEOUT_MS)
             ),
             dtype,
         )
@@ -178,7 +178,7 @@ def test_sums_per_rank_agree_with_one_rank_up_to_rounding() -> None:
         model = make_model(
             owned(transport.rank, num_ranks),
             lambda packed: ThroughputExperts(
-                mode, InvariantKernels(), packed, patience=Patience(TIMEOUT_MS)
+                mode, CpuKernels(is_invariant=True), packed, patience=Patience(TIMEOUT_MS)
             ),
         )
         return run_text(model, transport.rank)
@@ -198,7 +198,9 @@ def test_a_missing_rank_ends_the_layer_with_an_error_that_names_it() -> None:
         if transport.rank == 1:
             raise RuntimeError("this rank's step failed")
         mode = LowLatency(Group(transport), config, regions)
-        experts = LowLatencyExperts(mode, InvariantKernels(), None, patience=Patience(50.0))
+        experts = LowLatencyExperts(
+            mode, CpuKernels(is_invariant=True), None, patience=Patience(50.0)
+        )
         ids_TK, weights_TK = torch.tensor([[0, 1]]), torch.ones(1, 2)
         with pytest.raises(CallFailed, match=r"dispatch of epoch 1: late: ranks \[1\]"):
             experts(torch.zeros(1, config.hidden), ids_TK, weights_TK)

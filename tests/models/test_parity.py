@@ -21,8 +21,8 @@ from tests.models.oracle import (
     oracle_logits,
     random_ids,
 )
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import Kernels
-from whalepod.kernels.invariant import InvariantKernels
 from whalepod.kernels.reference import ReferenceKernels
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000)
@@ -112,7 +112,7 @@ def test_logits_equal_transformers_in_short_chunks(
 
 @pytest.mark.parametrize("family", ["v3-yarn", "v2-lite"])
 def test_batch_invariant_logits_equal_transformers(family: str) -> None:
-    assert_parity(family, 100, ABSORBED, InvariantKernels())
+    assert_parity(family, 100, ABSORBED, CpuKernels(is_invariant=True))
 
 
 @pytest.mark.long

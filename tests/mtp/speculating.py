@@ -11,7 +11,7 @@ from transformers.modeling_layers import MtpModel
 
 from tests.models.oracle import make_model, make_oracle
 from tests.mtp.test_module import MtpOracleWeights, make_mtp_oracle
-from whalepod.kernels.invariant import InvariantKernels
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.mtp.depth import Depth, FixedDepth
@@ -61,11 +61,10 @@ def make_models(num_modules: int = 1) -> Models:
         identity = torch.eye(hidden)
         for layer in mtp_oracle.layers:
             layer.eh_proj.weight.copy_(torch.cat([identity, 0.1 * identity], dim=1))
-    model = make_model(oracle, InvariantKernels())
+    model = make_model(oracle, CpuKernels(is_invariant=True))
     weights = MtpOracleWeights(oracle, mtp_oracle)
-    modules = tuple(
-        MtpModule(model, weights, InvariantKernels(), index=index) for index in range(num_modules)
-    )
+    kernels = CpuKernels(is_invariant=True)
+    modules = tuple(MtpModule(model, weights, kernels, index=index) for index in range(num_modules))
     return Models(oracle, mtp_oracle, model, modules)
 
 
@@ -116,7 +115,7 @@ def make_engine(settings: Settings) -> EngineCore:
         max_rows=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
     )
-    sampler = Sampler(InvariantKernels(), by_rejection=settings.by_rejection)
+    sampler = Sampler(CpuKernels(is_invariant=True), by_rejection=settings.by_rejection)
     hidden_size = models.model.config.hidden_size
     drafter = None
     if settings.num_modules:
