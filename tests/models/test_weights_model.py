@@ -10,6 +10,7 @@ import transformers
 
 from tests.models.oracle import Sequences, oracle_logits, random_ids
 from tests.models.test_weights_fp8 import write_twin
+from whalepod.ep_comm.local import LocalPlacement
 from whalepod.kernels.reference import ReferenceKernels
 from whalepod.models.config import load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
@@ -23,13 +24,15 @@ TOKEN_IDS = random_ids(150, 512)
 
 
 def build(folder: Path, weights: Weights, experts: range | None = None) -> DeepseekV3:
+    config, kernels = load_config(folder), ReferenceKernels()
+    assert config.gate is not None
     return DeepseekV3(
-        load_config(folder),
+        config,
         weights,
-        ReferenceKernels(),
+        kernels,
         max_positions=512,
         absorbed_max_query_tokens=64,
-        experts=experts,
+        placement=LocalPlacement(kernels, config.gate.num_experts, experts),
     )
 
 
