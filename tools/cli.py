@@ -27,6 +27,7 @@ from whalepod.tools.bench.config import (
     WorkloadConfig,
 )
 from whalepod.tools.bench.decode import DecodeConfig
+from whalepod.tools.bench.ep import EpConfig
 from whalepod.tools.client import ClientError
 from whalepod.tools.doctor import DoctorConfig
 from whalepod.tools.flags import UsageError, add_command, read_config_file
@@ -46,6 +47,7 @@ GROUPS: dict[type, str] = {
     LoadConfig: "Load",
     ReportConfig: "Report",
     DecodeConfig: "Measurement",
+    EpConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
     ServeOptions: "Command line",
@@ -103,6 +105,16 @@ def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
     from whalepod.tools.bench.decode import bench_decode as run
 
     return run(engine, config)
+
+
+def bench_ep(config: EpConfig) -> int:
+    """Measure dispatch and combine between ranks of this machine, beside a copy of the same bytes.
+
+    Send and receive phases apart, bytes on the wire, GB/s, and the limit of this run.
+    """
+    from whalepod.tools.bench.ep import bench_ep as run
+
+    return run(config)
 
 
 def synth(config: SynthConfig) -> int:
@@ -206,6 +218,7 @@ def make_app() -> App:
         positional=("model",),
         env_fields=(),
     )
+    add_command(bench, bench_ep, EpConfig, name="ep", groups=GROUPS, env_fields=())
     add_command(app, chat, ChatConfig, name="chat", groups=GROUPS, env_fields=CLIENT_ENV)
     add_command(
         app,
