@@ -26,6 +26,8 @@ from whalepod.ep_comm.modes.low_latency_config import (
 from whalepod.kernels.triton import ep
 
 _MAX_BLOCK_H = 1024
+_PARTS = 4
+"""Programs that put the records of one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,6 @@ class DeviceLowLatency:
         self._address = heap.data_ptr()
         self._max_polls = max_polls
         self._options: dict[str, Any] = {"extern_libs": dict(extern_libs)} if extern_libs else {}
-        self._arrived_R = torch.zeros(config.num_ranks, dtype=torch.int32, device=heap.device)
         self._item = self._heap_values.element_size()
         self._block_h = min(triton.next_power_of_2(config.hidden), _MAX_BLOCK_H)
         self._epoch = 0
@@ -96,17 +97,18 @@ class DeviceLowLatency:
         counted = layout.dispatch_layout(ids_TK, config.num_experts, config.num_ranks)
         slots_TR = layout.slots(counted.is_token_in_rank_TR)
         there = config.dispatch_format
-        ep.dispatch_send[(max(num_tokens, 1), config.num_ranks)](
-            x_TH, ids_TK, slots_TR, counted.num_tokens_per_rank_R, self._arrived_R,
-            self._heap_i32, self._heap_values, self._address,
-            self._regions.staging.offset, _align(config.max_tokens * there.num_bytes),
-            self._offset(self._regions.dispatch_rows, self._rank, config.max_tokens),
-            self._word(self._regions.dispatch_words, self._rank), self._epoch,
-            num_tokens, config.num_choices, config.hidden,
-            RECORD=there.num_bytes, AT_IDS=there.offsets.ids, AT_VALUES=there.offsets.values,
-            ITEM=self._item, BLOCK_K=triton.next_power_of_2(config.num_choices),
-            BLOCK_H=self._block_h, **self._options,
-        )  # fmt: skip
+        stride = _align(config.max_tokens * there.num_bytes)
+        if num_tokens:
+            ep.dispatch_pack[(num_tokens, config.num_ranks)](
+                x_TH, ids_TK, slots_TR, self._heap_i32, self._heap_values,
+                self._regions.staging.offset, stride, config.num_choices, config.hidden,
+                RECORD=there.num_bytes, AT_IDS=there.offsets.ids, AT_VALUES=there.offsets.values,
+                ITEM=self._item, BLOCK_K=triton.next_power_of_2(config.num_choices),
+                BLOCK_H=self._block_h,
+            )  # fmt: skip
+        rows = self._offset(self._regions.dispatch_rows, self._rank, config.max_tokens)
+        word = self._word(self._regions.dispatch_words, self._rank)
+        self._send(counted.num_tokens_per_rank_R, stride, rows, word, there.num_bytes)
 
     def receive_dispatch(self, ids_TK: Tensor) -> DeviceResult:
         """Wait for all ranks, then lay their rows out by expert."""
@@ -149,15 +151,17 @@ class DeviceLowLatency:
         """Send the experts' rows, laid out as the dispatched ones, back to the tokens' ranks."""
         config, back = self._config, self._config.combine_format
         most = config.combine_rows
+        stride = _align(most * back.num_bytes)
         selections = config.max_tokens * config.num_choices
-        ep.combine_send[(selections, config.num_ranks)](
-            y_ESH, result.row_of_RMK, self._arrived_R, self._heap_values, self._address,
-            self._regions.staging.offset, _align(most * back.num_bytes),
-            self._offset(self._regions.combine_rows, self._rank, most),
-            self._word(self._regions.combine_words, self._rank), self._epoch, config.hidden,
-            RECORD=back.num_bytes, ITEM=self._item, BLOCK_S=triton.next_power_of_2(selections),
-            BLOCK_H=self._block_h, **self._options,
+        ep.combine_pack[(selections, config.num_ranks)](
+            y_ESH, result.row_of_RMK, self._heap_values, self._regions.staging.offset, stride,
+            config.hidden, RECORD=back.num_bytes, ITEM=self._item,
+            BLOCK_S=triton.next_power_of_2(selections), BLOCK_H=self._block_h,
         )  # fmt: skip
+        rows = self._offset(self._regions.combine_rows, self._rank, most)
+        word = self._word(self._regions.combine_words, self._rank)
+        counts_R = (result.row_of_RMK >= 0).flatten(1).sum(dim=1)
+        self._send(counts_R, stride, rows, word, back.num_bytes)
 
     def receive_combine(self, result: DeviceResult, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Wait for all owners and add up; returns y `[T, H]` and the signals `[R]`."""
@@ -174,6 +178,16 @@ class DeviceLowLatency:
                 BLOCK_S=triton.next_power_of_2(ids_TK.numel()), BLOCK_H=self._block_h,
             )  # fmt: skip
         return y_TH, found_R
+
+    def _send(self, counts_R: Tensor, stride: int, rows: int, word: int, record_bytes: int) -> None:
+        """Put what was packed for each rank, and its signal behind it."""
+        ep.put[(_PARTS, self._config.num_ranks)](
+            counts_R, self._address, self._regions.staging.offset, stride, rows,
+            RECORD=record_bytes, **self._options,
+        )  # fmt: skip
+        ep.signal[(self._config.num_ranks,)](
+            counts_R, self._address, word, self._epoch, **self._options
+        )
 
     def _wait(self, words: Region, device: torch.device) -> Tensor:
         found_R = torch.empty(self._config.num_ranks, dtype=torch.int64, device=device)

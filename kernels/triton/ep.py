@@ -1,10 +1,9 @@
 """Low-latency dispatch and combine on a GPU: pack, put and signal; wait, spread, and sum.
 
 The protocol is that of `whalepod.ep_comm.modes.low_latency`, word for word: a rank may run these
-kernels while another runs that Python. Every program completes its own puts before it arrives at a
-counter; the last one to arrive for a destination sends the signal. No program waits for another one
-of its own launch, and sending and receiving are launches of their own, so nothing need be resident
-at the same time.
+kernels while another runs that Python. One launch packs records, the next puts them, a third one
+completes the puts and signals: that a launch has ended is all the order there is among programs.
+None waits for another one of its own launch, so nothing need be resident at the same time.
 
 Offsets are in bytes from the start of the symmetric heap. The same heap is passed as int32, as
 values of the rows, and as an address for NVSHMEM.
@@ -36,15 +35,6 @@ _GE = tl.constexpr(5)
 
 
 @triton.jit
-def _arrive(arrived, num_arrivals, rank, heap_address, word, value):
-    """Count a program that is done with a rank; the last one sends the signal."""
-    before = tl.atomic_add(arrived + rank, 1, sem="acq_rel")
-    if before == num_arrivals - 1:
-        tl.store(arrived + rank, 0)
-        signal_op(heap_address + word, value, _SET, rank)
-
-
-@triton.jit
 def _count(found, rank, epoch):
     """Return how many records of a rank are here; 0 if its signal says anything else."""
     value = tl.load(found + rank)
@@ -61,21 +51,14 @@ def _copy_row(target, source, H, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def dispatch_send(
+def dispatch_pack(
     x_TH,
     ids_TK,
     slots_TR,
-    counts_R,
-    arrived_R,
     heap_i32,
     heap_values,
-    heap_address,
     staging,
     staging_stride,
-    rows,
-    word,
-    epoch,
-    T,
     K,
     H,
     RECORD: tl.constexpr,
@@ -85,15 +68,12 @@ def dispatch_send(
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write and put one token's record to one rank. Grid: (max(T, 1), R).
+    """Write one token's record for one rank to the staging region. Grid: (T, R).
 
     slots_TR  a token's place among those for a rank, -1: it does not go there
-    counts_R  tokens for each rank
-    rows      this rank's block on every receiver; word: its signal word
     """
     token, rank = tl.program_id(0), tl.program_id(1)
-    num_ranks = tl.num_programs(1)
-    slot = tl.load(slots_TR + token * num_ranks + rank, mask=token < T, other=-1)
+    slot = tl.load(slots_TR + token * tl.num_programs(1) + rank)
     if slot >= 0:
         record = staging + rank * staging_stride + slot * RECORD
         tl.store(heap_i32 + record // 4, token)
@@ -101,11 +81,37 @@ def dispatch_send(
         ids_K = tl.load(ids_TK + token * K + k, mask=k < K, other=-1)
         tl.store(heap_i32 + (record + AT_IDS) // 4 + k, ids_K.to(tl.int32), mask=k < K)
         _copy_row(heap_values + (record + AT_VALUES) // ITEM, x_TH + token * H, H, BLOCK_H)
-        tl.debug_barrier()
-        put_block(heap_address + rows + slot * RECORD, heap_address + record, RECORD, rank)
-        quiet()
+
+
+@triton.jit
+def put(
+    counts_R, heap_address, staging, staging_stride, rows, RECORD: tl.constexpr
+):  # fmt: skip
+    """Begin to put a part of what was packed for a rank. Grid: (parts, R).
+
+    counts_R  records for each rank
+    rows      this rank's block on every receiver
+    """
+    part, rank = tl.program_id(0), tl.program_id(1)
+    num_bytes = tl.load(counts_R + rank) * RECORD
+    share = tl.cdiv(num_bytes, tl.num_programs(0) * 16) * 16
+    start = part * share
+    size = tl.minimum(share, num_bytes - start)
+    if size > 0:
+        source = heap_address + staging + rank * staging_stride + start
+        put_block(heap_address + rows + start, source, size, rank)
+
+
+@triton.jit
+def signal(counts_R, heap_address, word, epoch):
+    """Complete this rank's puts, then tell one rank how many records it has got. Grid: (R,).
+
+    Runs behind the launch that put: quiet is about all puts of the rank, whoever began them.
+    """
+    rank = tl.program_id(0)
+    quiet()
     value = (epoch.to(tl.int64) << COUNT_BITS) + tl.load(counts_R + rank)
-    _arrive(arrived_R, tl.num_programs(0), rank, heap_address, word, value)
+    signal_op(heap_address + word, value, _SET, rank)
 
 
 @triton.jit
@@ -207,41 +213,31 @@ def spread(
 
 
 @triton.jit
-def combine_send(
+def combine_pack(
     y_SH,
     row_of_RMK,
-    arrived_R,
     heap_values,
-    heap_address,
     staging,
     staging_stride,
-    rows,
-    word,
-    epoch,
     H,
     RECORD: tl.constexpr,
     ITEM: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Put one expert's row back to its source. Grid: (M * K, R).
+    """Write one expert's row for its source to the staging region. Grid: (M * K, R).
 
-    A source's rows go one behind the other, in the order of its tokens and their choices.
+    A source's rows lie one behind the other, in the order of its tokens and their choices.
     """
     selection, rank = tl.program_id(0), tl.program_id(1)
     num_selections = tl.num_programs(0)
-    s = tl.arange(0, BLOCK_S)
-    rows_S = tl.load(row_of_RMK + rank * num_selections + s, mask=s < num_selections, other=-1)
-    index = tl.sum(((rows_S >= 0) & (s < selection)).to(tl.int32), axis=0)
     row = tl.load(row_of_RMK + rank * num_selections + selection)
     if row >= 0:
+        s = tl.arange(0, BLOCK_S)
+        rows_S = tl.load(row_of_RMK + rank * num_selections + s, mask=s < selection, other=-1)
+        index = tl.sum((rows_S >= 0).to(tl.int32), axis=0)
         record = staging + rank * staging_stride + index * RECORD
         _copy_row(heap_values + record // ITEM, y_SH + row * H, H, BLOCK_H)
-        tl.debug_barrier()
-        put_block(heap_address + rows + index * RECORD, heap_address + record, RECORD, rank)
-        quiet()
-    value = (epoch.to(tl.int64) << COUNT_BITS) + tl.sum((rows_S >= 0).to(tl.int32), axis=0)
-    _arrive(arrived_R, num_selections, rank, heap_address, word, value)
 
 
 @triton.jit

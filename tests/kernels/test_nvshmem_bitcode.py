@@ -31,8 +31,8 @@ def test_modules_of_kernels_that_call_nvshmem_are_announced_when_loaded() -> Non
     hooks = knobs.runtime.kernel_load_end_hook.calls
     before = list(hooks)
     try:
-        announce_modules(announced.append, ["dispatch_send"])
-        for module, name in ((7, "dispatch_send"), (8, "combine_sum")):
+        announce_modules(announced.append, ["put"])
+        for module, name in ((7, "put"), (8, "combine_sum")):
             knobs.runtime.kernel_load_end_hook(module, None, name, {}, "hash")
     finally:
         hooks[:] = before
