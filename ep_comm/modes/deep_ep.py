@@ -1,8 +1,8 @@
 """The low-latency mode of an installed DeepEP, with the methods and results of our own.
 
-DeepEP (https://github.com/deepseek-ai/DeepEP) runs on GPUs only. Its order of rows is not fixed: two
-runs give the same rows of an expert in another order, and `source_info` says which is which. It has
-no deadline of its own that ends a call, so every status is complete.
+DeepEP (https://github.com/deepseek-ai/DeepEP) runs on GPUs only. Its order of rows is not fixed:
+two runs give the same rows of an expert in another order, and `source_info` says which is which. It
+has no deadline that ends a call with a status, so every status is complete.
 
 Suffix letters as in `whalepod.ep_comm.layout`, H hidden.
 """

@@ -5,18 +5,21 @@ writes into the heap. Messages between two ranks arrive in their order, so a fen
 do. `quiet` returns when sources can be used again; data is then on its way, ahead of anything that
 this rank sends to the same peer later, and nobody can tell that from delivered.
 
-A peer whose connection breaks, or does not take data for `patience_ms`, is lost: what is sent to it
-is dropped, its signals do not come, and a wait for them ends at its deadline. It can come back in a
-new group only.
+A peer whose connection breaks, or that does not take data for `patience_ms`, is lost: what is sent
+to it is dropped, its signals do not come, and a wait for them ends at its deadline. It can come
+back in a new group only. (A stopped peer takes no data: patience must be shorter than the deadlines
+of calls. Gloo's own time-outs are not used: they break the connections to all peers.)
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -58,6 +61,14 @@ def connect(
     return dist.ProcessGroupGloo(store, rank, num_ranks, options)  # type: ignore[no-any-return]
 
 
+@dataclass(slots=True)
+class _Sends:
+    """What was sent to one peer and is not complete; messages are kept alive."""
+
+    queue: SimpleQueue[tuple[dist.Work, Tensor] | None] = field(default_factory=SimpleQueue)
+    num_open: int = 0
+
+
 class GlooTransport:
     """One rank of a gloo group."""
 
@@ -67,24 +78,21 @@ class GlooTransport:
         heap_bytes: int,
         *,
         ranks_per_node: int | None = None,
-        patience_ms: float = 30_000.0,
+        patience_ms: float = 5_000.0,
     ) -> None:
         self.rank = group.rank()
         self.topology = Topology(group.size(), ranks_per_node or group.size())
         self.heap = torch.zeros(8 * -(-heap_bytes // 8), dtype=torch.uint8)
         self._group = group
-        self._patience = timedelta(milliseconds=patience_ms)
+        self.patience_ms = patience_ms
         self._words = self.heap.view(torch.int64).numpy()
         self._changed = threading.Condition()
-        self._sends: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._num_barriers = 0
-        peers = [rank for rank in range(group.size()) if rank != self.rank]
         self._lost: set[int] = set()
-        self._receivers = [
-            threading.Thread(target=self._receive_from, args=(peer,), daemon=True) for peer in peers
-        ]
-        for receiver in self._receivers:
-            receiver.start()
+        peers = [rank for rank in range(group.size()) if rank != self.rank]
+        self._sends = {rank: _Sends() for rank in peers}
+        self._receivers = [_start(self._receive_from, peer) for peer in peers]
+        self._senders = [_start(self._complete_sends_to, peer) for peer in peers]
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -129,13 +137,15 @@ class GlooTransport:
         """Do nothing: messages to one rank arrive in their order."""
 
     def quiet(self) -> None:
-        while self._sends:
-            rank, work, _ = self._sends.popleft()
-            try:
-                if rank not in self._lost:
-                    work.wait(self._patience)
-            except RuntimeError:  # the connection broke, or gloo gave it up after our patience
-                self._lost.add(rank)
+        deadline_ms = self.now_ms() + self.patience_ms
+        with self._changed:
+            for rank, sends in self._sends.items():
+                while sends.num_open and rank not in self._lost:
+                    left_ms = deadline_ms - self.now_ms()
+                    if left_ms <= 0:
+                        self._lost.add(rank)
+                    else:
+                        self._changed.wait(left_ms / 1e3)
 
     def barrier(self, deadline_ms: float) -> tuple[int, ...]:
         self._num_barriers += 1
@@ -147,13 +157,14 @@ class GlooTransport:
 
     def close(self) -> None:
         """Say goodbye, and wait a little for the peers to do the same."""
-        for rank in range(self.topology.num_ranks):
-            if rank != self.rank:
-                self._send_header(rank, _Kind.GOODBYE, 0, 0)
+        for rank in self._sends:
+            self._send_header(rank, _Kind.GOODBYE, 0, 0)
         self.quiet()
+        for sends in self._sends.values():
+            sends.queue.put(None)
         deadline_ms = self.now_ms() + _GOODBYE_MS
-        for receiver in self._receivers:
-            receiver.join(max(deadline_ms - self.now_ms(), 0.0) / 1e3)
+        for thread in [*self._senders, *self._receivers]:
+            thread.join(max(deadline_ms - self.now_ms(), 0.0) / 1e3)
 
     def _send_header(self, rank: int, kind: _Kind, offset: int, value: int) -> None:
         self._send(rank, torch.tensor([kind, offset, value], dtype=torch.int64))
@@ -162,9 +173,30 @@ class GlooTransport:
         if rank in self._lost:
             return
         try:
-            self._sends.append((rank, self._group.send([message], rank, 0), message))
+            work = self._group.send([message], rank, 0)
         except RuntimeError:  # the connection is broken
+            self._lose(rank)
+            return
+        with self._changed:
+            self._sends[rank].num_open += 1
+        self._sends[rank].queue.put((work, message))
+
+    def _lose(self, rank: int) -> None:
+        with self._changed:
             self._lost.add(rank)
+            self._changed.notify_all()
+
+    def _complete_sends_to(self, peer: int) -> None:
+        """Wait for what was sent to a peer, one by one; a stopped peer holds up nobody else."""
+        sends = self._sends[peer]
+        try:
+            while (item := sends.queue.get()) is not None:
+                item[0].wait()
+                with self._changed:
+                    sends.num_open -= 1
+                    self._changed.notify_all()
+        except RuntimeError:  # the connection broke
+            self._lose(peer)
 
     def _set_word(self, offset: int, value: int) -> None:
         with self._changed:
@@ -185,4 +217,10 @@ class GlooTransport:
                 else:
                     self._group.recv([self.heap[offset : offset + value]], peer, 0).wait()
         except RuntimeError:  # the connection broke: the peer is dead, and waits will say so
-            self._lost.add(peer)
+            self._lose(peer)
+
+
+def _start(target: Callable[[int], None], peer: int) -> threading.Thread:
+    thread = threading.Thread(target=target, args=(peer,), daemon=True)
+    thread.start()
+    return thread

@@ -79,7 +79,11 @@ class StandIn:
         assert return_recv_hook
         y_TH = torch.full((len(topk_idx), x.shape[-1]), torch.nan, dtype=torch.bfloat16)
         flight = self._mode.send_combine(x, handle[-1][0])
-        return y_TH, None, lambda: y_TH.copy_(flight.receive(topk_weights, TIMEOUT_MS)[0]) and None
+
+        def hook() -> None:
+            y_TH.copy_(flight.receive(topk_weights, TIMEOUT_MS)[0])
+
+        return y_TH, None, hook
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
@@ -119,8 +123,8 @@ def test_what_deep_ep_cannot_do_is_refused() -> None:
         adapter(dispatch_dtype="float32")
     with pytest.raises(ValueError, match="set column_major"):
         adapter(dispatch_dtype="float8", hidden=128)
-    with pytest.raises(ValueError, match="7 tokens .* at most 6 fit"):
-        ids_TK = torch.zeros(7, 4, dtype=torch.int64)
+    ids_TK = torch.zeros(7, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"7 tokens .* at most 6 fit"):
         adapter().send_dispatch(torch.zeros(7, 16), ids_TK)
 
 
