@@ -61,6 +61,19 @@ class Exchange:
 
         `record` is contiguous, of any dtype, and of the size that was carved.
         """
+        self.post(record)
+        return self.collect(record.dtype, deadline_ms)
+
+    def has_begun(self) -> bool:
+        """Say whether another rank has posted its record of the next exchange already."""
+        self._epoch += 1
+        words = [word for source, word, _ in self._expected() if source in self._group.live()]
+        least = signal_value(self._epoch, 0)
+        self._epoch -= 1
+        return any(self._group.transport.signal_fetch(word) >= least for word in words)
+
+    def post(self, record: Tensor) -> None:
+        """Do the first half of `gather`: send the record, wait for nobody."""
         size = self._regions.record_bytes
         data = record.reshape(-1).view(torch.uint8)
         assert data.numel() == size, (data.numel(), size)
@@ -73,10 +86,16 @@ class Exchange:
             block.copy_(data)
             word = self._regions.words.word(place)
             self._outbox.send(rank, offset, block, word, self._epoch, 1)
+
+    def collect(
+        self, dtype: torch.dtype, deadline_ms: float
+    ) -> tuple[dict[int, Tensor], CallStatus]:
+        """Do the second half: wait for the records of all ranks, and read them as `dtype`."""
+        size = self._regions.record_bytes
         arrivals = Arrivals(self._group, self._name, self._epoch)
         here = arrivals.wait(self._expected(), deadline_ms)
         records = self._regions.records.view(self._group.transport.heap).view(-1, size)
-        found = {rank: records[self._place(rank)].clone().view(record.dtype) for rank in here}
+        found = {rank: records[self._place(rank)].clone().view(dtype) for rank in here}
         arrivals.check_unchanged()
         return found, arrivals.status()
 

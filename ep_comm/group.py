@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from whalepod.ep_comm.transport.interface import Topology, Transport
+from whalepod.ep_comm.transport.interface import SignalWait, Topology, Transport
 
 _COUNT_BITS = 20
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
@@ -28,7 +28,10 @@ def signal_value(epoch: int, count: int) -> int:
     return (epoch << _COUNT_BITS) | count
 
 
-_CAUSES = ("late", "aborted", "blamed", "overtaken", "masked", "lost")
+_CAUSES = ("late", "gone", "aborted", "blamed", "overtaken", "masked", "lost")
+
+WATCH_MS = 100.0
+"""How often a wait asks whether the rank that it waits for is still there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,7 @@ class CallStatus:
     """How a call ended. If not `ok`, what the missing ranks owed counts as zero in its result.
 
     late       no signal before the deadline: suspect from now on
+    gone       no signal, and the control plane says that nothing more will come: suspect, too
     aborted    the rank gave the call up: its step raised, or it misses another rank
     blamed     the rank because of which others gave up (itself, if its own step raised)
     overtaken  the rank is already at a later call: the group went on without this rank
@@ -46,6 +50,7 @@ class CallStatus:
     operation: str
     epoch: int
     late: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
     aborted: tuple[int, ...] = ()
     blamed: tuple[int, ...] = ()
     overtaken: tuple[int, ...] = ()
@@ -59,7 +64,7 @@ class CallStatus:
     @property
     def must_stop(self) -> bool:
         """Return whether this call cannot go on; without ranks that were masked before it can."""
-        return bool(self.late or self.aborted or self.overtaken)
+        return bool(self.late or self.gone or self.aborted or self.overtaken)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -81,10 +86,10 @@ def merge(first: CallStatus, second: CallStatus) -> CallStatus:
 
 
 class CallFailed(RuntimeError):
-    """A call ended without all ranks; `status` names them."""
+    """A call ended without all ranks; `status` names them, `layer` where in the model it was."""
 
-    def __init__(self, status: CallStatus) -> None:
-        super().__init__(str(status))
+    def __init__(self, status: CallStatus, layer: str = "") -> None:
+        super().__init__(f"{layer}: {status}" if layer else str(status))
         self.status = status
 
 
@@ -93,10 +98,16 @@ class Group:
 
     Owns the set of suspect ranks (local: the control plane decides who stays in the group), the one
     to blame for the last failure, and how long this rank has waited for each other one.
+
+    is_gone  asked now and then while this rank waits for another: True ends the wait before its
+             deadline. It must be cheap, and must not wait itself.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(
+        self, transport: Transport, *, is_gone: Callable[[int], bool] | None = None
+    ) -> None:
         self.transport = transport
+        self._is_gone = is_gone
         self.rank = transport.rank
         self.num_ranks = transport.topology.num_ranks
         if self.num_ranks > MAX_RANKS:
@@ -111,6 +122,21 @@ class Group:
 
     def deadline(self, timeout_ms: float) -> float:
         return self.transport.now_ms() + timeout_ms
+
+    def is_gone(self, rank: int) -> bool:
+        """Return whether it is known that `rank` sends nothing more."""
+        return self._is_gone is not None and self._is_gone(rank)
+
+    def wait(self, word: int, at_least: int, writer: int, deadline_ms: float) -> SignalWait:
+        """Wait for a word that `writer` sets: until it is there, or late, or `writer` is gone."""
+        wait = self.transport.signal_wait
+        if self._is_gone is None:
+            return wait(word, at_least, deadline_ms)
+        while True:
+            until_ms = min(deadline_ms, self.transport.now_ms() + WATCH_MS)
+            found = wait(word, at_least, until_ms)
+            if found.arrived or until_ms >= deadline_ms or self._is_gone(writer):
+                return found
 
     def abort_count(self) -> int:
         """Return the count that gives a call up and says because of whom."""
@@ -175,15 +201,14 @@ class Arrivals:
                 self._found["lost"].add(source)
             return None
         start_ms = group.transport.now_ms()
-        arrived, value = group.transport.signal_wait(
-            word, signal_value(self._epoch, 0), deadline_ms
-        )
-        group.wait_ms_R[writer] += group.transport.now_ms() - start_ms
+        arrived, value = group.wait(word, signal_value(self._epoch, 0), writer, deadline_ms)
+        now_ms = group.transport.now_ms()
+        group.wait_ms_R[writer] += now_ms - start_ms
         if arrived:
             return value
         group.suspects.add(writer)
         group.culprit = writer
-        self._found["late"].add(writer)
+        self._found["late" if now_ms >= deadline_ms else "gone"].add(writer)
         if source != writer:
             self._found["lost"].add(source)
         return None

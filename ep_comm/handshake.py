@@ -46,9 +46,16 @@ def describe(**parts: Any) -> dict[str, str]:
 
 
 def shake_hands(
-    group: Group, regions: ExchangeRegions, described: Mapping[str, str], timeout_ms: float
+    group: Group,
+    regions: ExchangeRegions,
+    described: Mapping[str, str],
+    timeout_ms: float,
+    *,
+    number: int = 1,
 ) -> None:
     """Compare `described` with all ranks'.
+
+    number  above those of earlier handshakes over the same heap, the same on all ranks
 
     Raises HandshakeError that names every field that differs, with its values and their ranks, and
     CallFailed if a rank does not come within `timeout_ms`. All ranks raise alike.
@@ -62,8 +69,9 @@ def shake_hands(
         bytearray(len(text).to_bytes(8, "little") + text.ljust(RECORD_BYTES - 8)),
         dtype=torch.uint8,
     )
-    gather = Exchange(group, regions, "handshake").gather
-    records, status = gather(record, group.deadline(timeout_ms))
+    exchange_ = Exchange(group, regions, "handshake")
+    exchange_.resume(number)
+    records, status = exchange_.gather(record, group.deadline(timeout_ms))
     if not status.ok:
         raise CallFailed(status)
     differences = _differences({rank: _decode(found) for rank, found in records.items()})

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from whalepod.kernels.interface import Packed
+
 
 class RoutedExperts(Protocol):
     """The routed experts of one layer, on this rank or spread over a group."""
@@ -18,5 +20,21 @@ class RoutedExperts(Protocol):
 
         ids_TK     [T, K] int64, global expert ids; -1 is no selection
         weights_TK [T, K] f32
+        """
+        ...
+
+
+class ExpertPlacement(Protocol):
+    """Where the routed experts of every layer live."""
+
+    @property
+    def owned(self) -> range:
+        """Return the global ids of the experts that this rank loads."""
+        ...
+
+    def routed(self, packed: Packed, layer: str) -> RoutedExperts:
+        """Return all experts of a layer, of which `packed` are this rank's.
+
+        `layer` names it to people ("model.layers.3.mlp").
         """
         ...

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:  # sizes of a model can be read without loading torch
+    from collections.abc import Callable, Hashable
+
+    import torch
     from torch import Tensor
 
 BLOCK_TOKENS = 64
@@ -59,13 +62,29 @@ class Kernels(Protocol):
 
     name: str
     """Shown to users: "reference", "cpu", "triton", ..."""
+    packed_layout: str | None
+    """Names the layout of packed weights, for files of them; None: they are kept as they were."""
+
+    def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+        """Return `compute()`, or do the same again without calling it.
+
+        A backend may record the operations of a key and run them again: equal keys promise equal
+        shapes, strides and addresses of all that `compute` reads, and that it calls nothing but
+        operations of this interface and makes views. `dtype` is the model's. The result is the
+        caller's own.
+        """
+        ...
 
     # -- dense ---------------------------------------------------------------------------------
+
+    def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
+        """Return the rows of int64 ids, `[T, H]`."""
+        ...
 
     def pack_linear(self, weight_NK: Tensor) -> Packed:
         """Prepare a weight `[N, K]` for `linear` and `linear_f32`; it may stay as it is.
 
-        Of the model dtype, or f32 in a bf16 model (the router's, used with f32 inputs).
+        Of the model dtype.
         """
         ...
 
@@ -94,6 +113,25 @@ class Kernels(Protocol):
         """Return silu(gate) * up, `[T, I]`, of a `[T, 2 I]` whose first half is the gate."""
         ...
 
+    def pack_gated_mlp(self, gate_up_JH: Tensor, down_HI: Tensor) -> Packed:
+        """Prepare `[2 I, H]` (gate rows, then up rows) and `[H, I]` for `gated_mlp`."""
+        ...
+
+    def gated_mlp(self, x_TH: Tensor, packed: Packed, add_to_TH: Tensor | None = None) -> Tensor:
+        """Return down(silu(gate(x)) * up(x)), `[T, H]` model dtype, added to `add_to_TH` if given.
+
+        silu(gate) * up is rounded to the model dtype; a backend may keep gate and up in f32 before.
+        """
+        ...
+
+    def packed_parts(self, packed: Packed) -> tuple[list[Tensor], list[list[int]]]:
+        """Return the contiguous tensors of a packed weight, and what else `unpack` needs."""
+        ...
+
+    def unpack(self, tensors: list[Tensor], sizes: list[list[int]]) -> Packed:
+        """Put together again what `packed_parts` took apart, perhaps in another process."""
+        ...
+
     # -- attention -----------------------------------------------------------------------------
 
     def rope(self, x_TND: Tensor, positions_T: Tensor, cos_sin_SD: Tensor) -> Tensor:
@@ -103,6 +141,16 @@ class Kernels(Protocol):
         positions_T [T]        int64
         cos_sin_SD  [S, D]     f32; row s holds D/2 cosines, then D/2 sines, YaRN's factors included
         returns     [T, N, D]  model dtype, pairs still interleaved (the checkpoint's layout)
+        """
+        ...
+
+    def absorb_queries(
+        self, q_TND: Tensor, w_uk: Packed, positions_T: Tensor, cos_sin_SD: Tensor
+    ) -> Tensor:
+        """Return the queries of `mla_attention`, `[T, N, C]`: `heads` of the nope part, then `rope`
+        of the rest.
+
+        q_TND [T, N, nope + rope] may be a strided view; `w_uk` comes from `pack_heads`.
         """
         ...
 
@@ -186,6 +234,16 @@ class Kernels(Protocol):
         """
         ...
 
+    def pack_router(self, weight_EH: Tensor) -> Packed:
+        """Prepare the f32 weight of a router for `route`."""
+        ...
+
+    def route(
+        self, x_TH: Tensor, router: Packed, bias_E: Tensor | None, config: GateConfig
+    ) -> tuple[Tensor, Tensor]:
+        """Return `gate` of the router's logits: `x_TH` (model dtype) in f32 times its weight."""
+        ...
+
     def pack_experts(self, gate_up_EJH: Tensor, down_EHI: Tensor) -> Packed:
         """Prepare `[E, 2 I, H]` (gate rows, then up rows) and `[E, H, I]` for `experts`."""
         ...
@@ -195,6 +253,14 @@ class Kernels(Protocol):
 
         ids are local to `packed`; -1 is no selection and adds nothing. The sum runs in k order in
         f32 and is rounded once.
+        """
+        ...
+
+    def expert_rows(self, x_SH: Tensor, ids_S: Tensor, packed: Packed) -> Tensor:
+        """Return expert[ids[s]](x[s]) as f32 `[S, H]`, not rounded to the model dtype.
+
+        ids_S [S] int64, local to `packed`. Summed in k order with their weights, these are what
+        `experts` sums: so a token's experts may live on several ranks.
         """
         ...
 

@@ -5,6 +5,8 @@ Arithmetic is done in f32 and rounded to the model dtype once, at the end of an 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,8 +25,15 @@ class ReferenceKernels:
     """`Kernels` on any device that torch knows; as slow as it is plain."""
 
     name = "reference"
+    packed_layout: str | None = None
+
+    def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
 
     # -- dense ---------------------------------------------------------------------------------
+
+    def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
+        return embedding_VH[token_ids_T]
 
     def pack_linear(self, weight_NK: Tensor) -> Packed:
         return weight_NK
@@ -50,6 +59,20 @@ class ReferenceKernels:
         gate, up = gate_up_TJ.float().chunk(2, dim=-1)
         return (gate * _sigmoid(gate) * up).to(gate_up_TJ.dtype)
 
+    def pack_gated_mlp(self, gate_up_JH: Tensor, down_HI: Tensor) -> Packed:
+        return self.pack_linear(gate_up_JH), self.pack_linear(down_HI)
+
+    def gated_mlp(self, x_TH: Tensor, packed: Packed, add_to_TH: Tensor | None = None) -> Tensor:
+        gate_up, down = packed
+        y_TH = self.linear(self.swiglu(self.linear(x_TH, gate_up)), down)
+        return y_TH if add_to_TH is None else add_to_TH + y_TH
+
+    def packed_parts(self, packed: Packed) -> tuple[list[Tensor], list[list[int]]]:
+        return list(packed) if isinstance(packed, tuple) else [packed], []
+
+    def unpack(self, tensors: list[Tensor], sizes: list[list[int]]) -> Packed:
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
     # -- attention -----------------------------------------------------------------------------
 
     def rope(self, x_TND: Tensor, positions_T: Tensor, cos_sin_SD: Tensor) -> Tensor:
@@ -57,6 +80,13 @@ class ReferenceKernels:
         even, odd = x_TND[..., 0::2].float(), x_TND[..., 1::2].float()
         pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
         return pairs.flatten(-2).to(x_TND.dtype)
+
+    def absorb_queries(
+        self, q_TND: Tensor, w_uk: Packed, positions_T: Tensor, cos_sin_SD: Tensor
+    ) -> Tensor:
+        rope = cos_sin_SD.shape[1]
+        latent = self.heads(q_TND[..., : q_TND.shape[-1] - rope], w_uk)
+        return torch.cat([latent, self.rope(q_TND[..., -rope:], positions_T, cos_sin_SD)], dim=-1)
 
     def write_latent(
         self,
@@ -129,17 +159,32 @@ class ReferenceKernels:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return ids_TK, weights_TK * config.scaling_factor
 
+    def pack_router(self, weight_EH: Tensor) -> Packed:
+        return weight_EH
+
+    def route(
+        self, x_TH: Tensor, router: Packed, bias_E: Tensor | None, config: GateConfig
+    ) -> tuple[Tensor, Tensor]:
+        return self.gate(F.linear(x_TH.float(), router), bias_E, config)
+
     def pack_experts(self, gate_up_EJH: Tensor, down_EHI: Tensor) -> Packed:
         return gate_up_EJH, down_EHI
 
     def experts(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: Packed) -> Tensor:
-        gate_up_EJH, down_EHI = packed
         y_TKH = torch.zeros(*ids_TK.shape, x_TH.shape[-1], device=x_TH.device)
-        for expert in sorted(set(ids_TK.flatten().tolist()) - {-1}):
-            rows_T, places_K = torch.where(ids_TK == expert)
-            inner = self.swiglu(self.linear(x_TH[rows_T], gate_up_EJH[expert]))
-            y_TKH[rows_T, places_K] = self.linear_f32(inner, down_EHI[expert])
+        tokens_S, places_S = torch.where(ids_TK >= 0)
+        ids_S = ids_TK[tokens_S, places_S]
+        y_TKH[tokens_S, places_S] = self.expert_rows(x_TH[tokens_S], ids_S, packed)
         return _sum_in_order(y_TKH, weights_TK).to(x_TH.dtype)
+
+    def expert_rows(self, x_SH: Tensor, ids_S: Tensor, packed: Packed) -> Tensor:
+        gate_up_EJH, down_EHI = packed
+        y_SH = torch.empty(x_SH.shape, device=x_SH.device)
+        for expert in sorted(set(ids_S.tolist())):
+            rows_s = torch.where(ids_S == expert)[0]
+            inner = self.swiglu(self.linear(x_SH[rows_s], gate_up_EJH[expert]))
+            y_SH[rows_s] = self.linear_f32(inner, down_EHI[expert])
+        return y_SH
 
     # -- sampling ------------------------------------------------------------------------------
 

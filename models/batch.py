@@ -47,6 +47,15 @@ class ForwardBatch:
     block_tables_BM: Tensor
     max_query_tokens: int
 
+    def places(self) -> tuple[int, ...]:
+        """Return what tells batches apart that lie elsewhere or have other shapes, values aside."""
+        tensors = (
+            self.token_ids_T, self.positions_T, self.slots_T, self.query_start_B1,
+            self.context_lens_B, self.block_tables_BM,
+        )  # fmt: skip
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return (*addresses, *self.token_ids_T.shape, *self.block_tables_BM.shape)
+
     def to(self, device: torch.device) -> ForwardBatch:
         """Return the batch on `device`."""
         return ForwardBatch(

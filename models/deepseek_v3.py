@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.kernels.interface import Kernels
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
@@ -16,13 +17,17 @@ from whalepod.models.moe import GatedMlp, MixtureOfExperts
 from whalepod.models.rope import build_rope_table
 from whalepod.models.weights import Weights
 
+MAX_REPEATED_TOKENS = 64
+"""Steps of up to so many tokens are recorded and repeated: decode, not prefill."""
+
 
 class DeepseekV3:
     """A loaded model. It owns its weights, not the cache.
 
     max_positions                longest sequence that the rotary table covers
     absorbed_max_query_tokens    requests with more queries in a step use expanded attention
-    experts                      global ids of the routed experts to load; None: all
+    placement                    which routed experts to load, and who computes the others;
+                                 None: all are here
     """
 
     def __init__(
@@ -33,7 +38,7 @@ class DeepseekV3:
         *,
         max_positions: int,
         absorbed_max_query_tokens: int,
-        experts: range | None = None,
+        placement: ExpertPlacement | None = None,
     ) -> None:
         self.config = config
         self._kernels = kernels
@@ -42,14 +47,15 @@ class DeepseekV3:
         self.embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
         self.dtype, self.device = self.embedding_VH.dtype, self.embedding_VH.device
         self._layers = [
-            DecoderLayer(config, weights, index, kernels, experts)
+            DecoderLayer(config, weights, index, kernels, placement)
             for index in range(config.num_layers)
         ]
         self._norm_H = weights.take("model.norm.weight", (config.hidden_size,))
-        self._head = kernels.pack_linear(
-            self.embedding_VH
-            if config.tie_word_embeddings
-            else weights.take("lm_head.weight", embedding_shape)
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self._head = weights.packed(
+            "head",
+            kernels,
+            lambda: kernels.pack_linear(weights.take(f"{head}.weight", embedding_shape)),
         )
         weights.finish()
         self.cos_sin_SD = build_rope_table(config.rope, config.qk_rope_head_dim, max_positions).to(
@@ -63,7 +69,15 @@ class DeepseekV3:
         `logits` and the multi-token-prediction module take.
         """
         plan = plan_attention(batch, self._absorbed_max_query_tokens)
-        residual_TH = self.embedding_VH[batch.token_ids_T]
+        is_plain = plan.absorbed is not None and plan.absorbed.tokens_T is None
+        is_local = all(layer.is_local for layer in self._layers)
+        if not (is_plain and is_local and len(batch.token_ids_T) <= MAX_REPEATED_TOKENS):
+            return self._compute(batch, plan, cache)
+        key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
+        return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, plan, cache))
+
+    def _compute(self, batch: ForwardBatch, plan: AttentionPlan, cache: LatentCache) -> Tensor:
+        residual_TH = self._kernels.embed(batch.token_ids_T, self.embedding_VH)
         x_TH = self._kernels.rms_norm(
             residual_TH, self._layers[0].input_norm_H, self.config.rms_norm_eps
         )
@@ -80,6 +94,20 @@ class DeepseekV3:
             )
         return x_TH
 
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of the routed experts that are loaded here."""
+        return sum(layer.expert_bytes for layer in self._layers)
+
+    def join(self) -> None:
+        """Take part in a step of other ranks that has no tokens of this one.
+
+        The same dispatches and combines as `forward`, with T = 0.
+        """
+        x_0H = self.embedding_VH[:0]
+        for layer in self._layers:
+            layer.join(x_0H)
+
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """Return f32 logits `[B, V]` of hidden states that `forward` returned."""
         return self._kernels.linear_f32(hidden_BH, self._head)
@@ -94,7 +122,7 @@ class DecoderLayer:
         weights: Weights,
         index: int,
         kernels: Kernels,
-        experts: range | None,
+        placement: ExpertPlacement | None,
     ) -> None:
         prefix = f"model.layers.{index}"
         hidden = config.hidden_size
@@ -107,14 +135,18 @@ class DecoderLayer:
         )
         self._mlp: GatedMlp | MixtureOfExperts
         if config.gate is not None and config.is_moe_layer(index):
-            owned = range(config.gate.num_experts) if experts is None else experts
             self._mlp = MixtureOfExperts(
-                config, config.gate, weights, f"{prefix}.mlp", kernels, owned
+                config, config.gate, weights, f"{prefix}.mlp", kernels, placement
             )
         else:
             self._mlp = GatedMlp(
                 hidden, config.intermediate_size, weights, f"{prefix}.mlp", kernels
             )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a forward pass stays within `Kernels`: that of experts elsewhere does not."""
+        return self._mlp.is_local
 
     def __call__(
         self,
@@ -135,3 +167,13 @@ class DecoderLayer:
         x_TH, residual_TH = add_norm(x_TH, residual_TH, self._post_attention_norm_H, self._eps)
         x_TH = self._mlp(x_TH)
         return add_norm(x_TH, residual_TH, next_norm_H, self._eps)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of this layer's routed experts that are loaded here."""
+        return self._mlp.expert_bytes if isinstance(self._mlp, MixtureOfExperts) else 0
+
+    def join(self, x_0H: Tensor) -> None:
+        """Take part in the experts' work for other ranks."""
+        if isinstance(self._mlp, MixtureOfExperts):
+            self._mlp.join(x_0H)

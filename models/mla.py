@@ -10,12 +10,13 @@ The cache holds one row per token: R latent values and the rotated rope key that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
+from whalepod.kernels.interface import BLOCK_TOKENS, Kernels, Packed
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.config import ModelConfig
 from whalepod.models.rope import interleave_rope_rows
@@ -105,32 +106,45 @@ class LatentAttention:
         self._kernels = kernels
         c, hidden = config, config.hidden_size
         query_width = c.num_heads * c.qk_head_dim
-        kv_a_CH = weights.take(f"{prefix}.kv_a_proj_with_mqa.weight", (c.cache_row_width, hidden))
-        kv_a_CH = self._interleaved(kv_a_CH, 1)
-        if c.q_lora_rank is None:
-            q_H = self._interleaved(
-                weights.take(f"{prefix}.q_proj.weight", (query_width, hidden)), c.num_heads
-            )
-        else:
-            q_H = weights.take(f"{prefix}.q_a_proj.weight", (c.q_lora_rank, hidden))
-            self._q_norm = weights.take(f"{prefix}.q_a_layernorm.weight", (c.q_lora_rank,))
-            q_b = weights.take(f"{prefix}.q_b_proj.weight", (query_width, c.q_lora_rank))
-            self._q_b = kernels.pack_linear(self._interleaved(q_b, c.num_heads))
-        # Queries and latents share their input: one GEMM gives both.
-        self._q_and_kv_a = kernels.pack_linear(torch.cat([q_H, kv_a_CH]))
-        self._kv_norm_R = weights.take(f"{prefix}.kv_a_layernorm.weight", (c.kv_lora_rank,))
-        kv_b = weights.take(
-            f"{prefix}.kv_b_proj.weight",
-            (c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
-        )
-        self._kv_b = kernels.pack_linear(kv_b)
-        key_NDR, value_NVR = torch.split(
-            kv_b.view(c.num_heads, -1, c.kv_lora_rank), [c.qk_nope_head_dim, c.v_head_dim], dim=1
-        )
-        self._w_uk = kernels.pack_heads(key_NDR.contiguous())
-        self._w_uv = kernels.pack_heads(value_NVR.transpose(1, 2).contiguous())
-        self._o = kernels.pack_linear(
-            weights.take(f"{prefix}.o_proj.weight", (hidden, c.num_heads * c.v_head_dim))
+        kv_b_shape = (c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
+
+        def take(name: str, *shape: int) -> Tensor:
+            return weights.take(f"{prefix}.{name}.weight", shape)
+
+        def packed(name: str, pack: Callable[[], Packed]) -> Packed:
+            return weights.packed(f"{prefix}.{name}", kernels, pack)
+
+        def pack_q_and_kv_a() -> Packed:
+            """Queries and latents share their input: one product gives both."""
+            kv_a_CH = self._interleaved(take("kv_a_proj_with_mqa", c.cache_row_width, hidden), 1)
+            if c.q_lora_rank is None:
+                q_H = self._interleaved(take("q_proj", query_width, hidden), c.num_heads)
+            else:
+                q_H = take("q_a_proj", c.q_lora_rank, hidden)
+            return kernels.pack_linear(torch.cat([q_H, kv_a_CH]))
+
+        def pack_q_b(rank: int) -> Packed:
+            q_b = take("q_b_proj", query_width, rank)
+            return kernels.pack_linear(self._interleaved(q_b, c.num_heads))
+
+        def pack_heads(part: int) -> Packed:
+            kv_b_NXR = take("kv_b_proj", *kv_b_shape).view(c.num_heads, -1, c.kv_lora_rank)
+            sizes = [c.qk_nope_head_dim, c.v_head_dim]
+            rows_NXR = torch.split(kv_b_NXR, sizes, dim=1)[part]
+            return kernels.pack_heads((rows_NXR.transpose(1, 2) if part else rows_NXR).contiguous())
+
+        self._q_and_kv_a = packed("q_and_kv_a", pack_q_and_kv_a)
+        if c.q_lora_rank is not None:
+            rank = c.q_lora_rank
+            self._q_norm = take("q_a_layernorm", rank)
+            self._q_b = packed("q_b", lambda: pack_q_b(rank))
+        self._kv_norm_R = take("kv_a_layernorm", c.kv_lora_rank)
+        self._kv_b = packed("kv_b", lambda: kernels.pack_linear(take("kv_b_proj", *kv_b_shape)))
+        self._w_uk = packed("w_uk", lambda: pack_heads(0))
+        self._w_uv = packed("w_uv", lambda: pack_heads(1))
+        self._o = packed(
+            "o",
+            lambda: kernels.pack_linear(take("o_proj", hidden, c.num_heads * c.v_head_dim)),
         )
 
     def _interleaved(self, weight: Tensor, num_heads: int) -> Tensor:
@@ -151,11 +165,7 @@ class LatentAttention:
         """Store the tokens' latent rows, then attend: `[T, H]` -> `[T, H]`, model dtype."""
         q_TND, kv_TC = self._project(x_TH)
         self._write(kv_TC, batch.positions_T, batch.slots_T, cache_PBC, cos_sin_SD)
-        q_nope_TND, q_rope_TND = torch.split(
-            q_TND, [self._config.qk_nope_head_dim, self._config.qk_rope_head_dim], dim=-1
-        )
-        q_rope_TND = self._kernels.rope(q_rope_TND, batch.positions_T, cos_sin_SD)
-        o_TNV = self._attend(q_nope_TND, q_rope_TND, plan, cache_PBC)
+        o_TNV = self._attend(q_TND, batch.positions_T, plan, cache_PBC, cos_sin_SD)
         return self._kernels.linear(o_TNV.flatten(1), self._o)
 
     def write_rows(
@@ -168,7 +178,7 @@ class LatentAttention:
     ) -> None:
         """Store the tokens' latent rows only: what a layer needs whose output nobody reads."""
         kv_TC = self._kernels.linear(x_TH, self._q_and_kv_a)[:, -self._config.cache_row_width :]
-        self._write(kv_TC.contiguous(), positions_T, slots_T, cache_PBC, cos_sin_SD)
+        self._write(kv_TC, positions_T, slots_T, cache_PBC, cos_sin_SD)
 
     def _write(
         self,
@@ -188,39 +198,43 @@ class LatentAttention:
         both = self._kernels.linear(x_TH, self._q_and_kv_a)
         q, kv_TC = torch.split(both, [both.shape[1] - c.cache_row_width, c.cache_row_width], dim=1)
         if c.q_lora_rank is not None:
-            q = self._kernels.rms_norm(q.contiguous(), self._q_norm, LATENT_NORM_EPS)
+            q = self._kernels.rms_norm(q, self._q_norm, LATENT_NORM_EPS)
             q = self._kernels.linear(q, self._q_b)
-        return torch.unflatten(q, 1, (c.num_heads, c.qk_head_dim)), kv_TC.contiguous()
+        return torch.unflatten(q, 1, (c.num_heads, c.qk_head_dim)), kv_TC
 
     def _attend(
-        self, q_nope_TND: Tensor, q_rope_TND: Tensor, plan: AttentionPlan, cache_PBC: Tensor
+        self,
+        q_TND: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
     ) -> Tensor:
         absorbed = plan.absorbed
         if absorbed is not None and absorbed.tokens_T is None:
-            return self._absorbed(q_nope_TND, q_rope_TND, absorbed, plan.first_key, cache_PBC)
-        o_TNV = q_rope_TND.new_empty(*q_rope_TND.shape[:2], self._config.v_head_dim)
+            q_TNC = self._kernels.absorb_queries(q_TND, self._w_uk, positions_T, cos_sin_SD)
+            return self._absorbed(q_TNC, absorbed, plan.first_key, cache_PBC)
+        o_TNV = q_TND.new_empty(*q_TND.shape[:2], self._config.v_head_dim)
         if absorbed is not None:
             tokens_T = absorbed.tokens_T
-            o_TNV[tokens_T] = self._absorbed(
-                q_nope_TND[tokens_T], q_rope_TND[tokens_T], absorbed, plan.first_key, cache_PBC
+            q_TNC = self._kernels.absorb_queries(
+                q_TND[tokens_T], self._w_uk, positions_T[tokens_T], cos_sin_SD
             )
+            o_TNV[tokens_T] = self._absorbed(q_TNC, absorbed, plan.first_key, cache_PBC)
+        nope = self._config.qk_nope_head_dim
         for request in plan.expanded:
-            q_TND = torch.cat([q_nope_TND[request.tokens], q_rope_TND[request.tokens]], dim=-1)
-            o_TNV[request.tokens] = self._expanded(q_TND, request.context_slots_S, cache_PBC)
+            q_nope, q_rope = q_TND[request.tokens, :, :nope], q_TND[request.tokens, :, nope:]
+            q_rope = self._kernels.rope(q_rope, positions_T[request.tokens], cos_sin_SD)
+            q = torch.cat([q_nope, q_rope], dim=-1)
+            o_TNV[request.tokens] = self._expanded(q, request.context_slots_S, cache_PBC)
         return o_TNV
 
     def _absorbed(
-        self,
-        q_nope_TND: Tensor,
-        q_rope_TND: Tensor,
-        requests: AbsorbedRequests,
-        first_key: int,
-        cache_PBC: Tensor,
+        self, q_TNC: Tensor, requests: AbsorbedRequests, first_key: int, cache_PBC: Tensor
     ) -> Tensor:
         """Attend in the latent space: (q W_UK) K^T, then (softmax V) W_UV."""
-        q_latent_TNR = self._kernels.heads(q_nope_TND, self._w_uk)
         o_TNR, _ = self._kernels.mla_attention(
-            torch.cat([q_latent_TNR, q_rope_TND], dim=-1),
+            q_TNC,
             cache_PBC,
             requests.query_start_B1,
             requests.context_lens_B,

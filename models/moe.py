@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whalepod.ep_comm.interface import RoutedExperts
-from whalepod.ep_comm.local import LocalExperts
-from whalepod.kernels.interface import GateConfig, Kernels
+from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.local import LocalExperts, LocalPlacement
+from whalepod.kernels.interface import GateConfig, Kernels, Packed
 from whalepod.models.config import ModelConfig
 from whalepod.models.weights import Weights
 
@@ -19,15 +19,18 @@ class GatedMlp:
         self, hidden: int, intermediate: int, weights: Weights, prefix: str, kernels: Kernels
     ) -> None:
         self._kernels = kernels
-        gate = weights.take(f"{prefix}.gate_proj.weight", (intermediate, hidden))
-        up = weights.take(f"{prefix}.up_proj.weight", (intermediate, hidden))
-        down = weights.take(f"{prefix}.down_proj.weight", (hidden, intermediate))
-        self._gate_up = kernels.pack_linear(torch.cat([gate, up]))
-        self._down = kernels.pack_linear(down)
 
-    def __call__(self, x_TH: Tensor) -> Tensor:
-        inner_TI = self._kernels.swiglu(self._kernels.linear(x_TH, self._gate_up))
-        return self._kernels.linear(inner_TI, self._down)
+        def pack() -> Packed:
+            gate = weights.take(f"{prefix}.gate_proj.weight", (intermediate, hidden))
+            up = weights.take(f"{prefix}.up_proj.weight", (intermediate, hidden))
+            down = weights.take(f"{prefix}.down_proj.weight", (hidden, intermediate))
+            return kernels.pack_gated_mlp(torch.cat([gate, up]), down)
+
+        self._packed = weights.packed(prefix, kernels, pack)
+        self.is_local = True
+
+    def __call__(self, x_TH: Tensor, add_to_TH: Tensor | None = None) -> Tensor:
+        return self._kernels.gated_mlp(x_TH, self._packed, add_to_TH)
 
 
 class MixtureOfExperts:
@@ -40,12 +43,14 @@ class MixtureOfExperts:
         weights: Weights,
         prefix: str,
         kernels: Kernels,
-        experts: range,
+        placement: ExpertPlacement | None = None,
     ) -> None:
+        """placement: which experts to load, and who computes the others; None: all are here."""
         self._kernels = kernels
         self._gate = gate
         num_experts, hidden = gate.num_experts, config.hidden_size
-        self._router = kernels.pack_linear(
+        placement = placement or LocalPlacement(kernels, num_experts)
+        self._router = kernels.pack_router(
             weights.take(f"{prefix}.gate.weight", (num_experts, hidden), torch.float32)
         )
         self._bias_E = (
@@ -64,15 +69,32 @@ class MixtureOfExperts:
             if config.num_shared_experts
             else None
         )
-        _leave_others(num_experts, weights, prefix, experts)
-        packed = kernels.pack_experts(*_stack_experts(config, weights, prefix, experts))
-        self._routed: RoutedExperts = LocalExperts(kernels, packed, experts, num_experts)
+        owned = placement.owned
+        _leave_others(num_experts, weights, prefix, owned)
+        packed = weights.packed(
+            f"{prefix}.experts",
+            kernels,
+            lambda: kernels.pack_experts(*_stack_experts(config, weights, prefix, owned)),
+            is_expert=True,
+        )
+        self.expert_bytes = sum(tensor.nbytes for tensor in kernels.packed_parts(packed)[0])
+        self._routed = placement.routed(packed, prefix)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank has all experts, and calls nothing but `Kernels`."""
+        return isinstance(self._routed, LocalExperts) and self._routed.owns_all
 
     def __call__(self, x_TH: Tensor) -> Tensor:
-        logits_TE = self._kernels.linear_f32(x_TH.float(), self._router)
-        ids_TK, weights_TK = self._kernels.gate(logits_TE, self._bias_E, self._gate)
+        ids_TK, weights_TK = self._kernels.route(x_TH, self._router, self._bias_E, self._gate)
         y_TH = self._routed(x_TH, ids_TK, weights_TK)
-        return y_TH if self._shared is None else y_TH + self._shared(x_TH)
+        return y_TH if self._shared is None else self._shared(x_TH, add_to_TH=y_TH)
+
+    def join(self, x_0H: Tensor) -> None:
+        """Take part in what other ranks compute, without tokens of this one (`x_0H` has none)."""
+        num_choices = self._gate.num_experts_per_token
+        ids_0K = torch.empty(0, num_choices, dtype=torch.int64, device=x_0H.device)
+        self._routed(x_0H, ids_0K, torch.empty(0, num_choices, device=x_0H.device))
 
 
 def _leave_others(num_experts: int, weights: Weights, prefix: str, owned: range) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whalepod.kernels.interface import Kernels, Packed
 from whalepod.models.checkpoint_files import (
     CheckpointFiles,
     TensorHeader,
@@ -25,6 +26,7 @@ from whalepod.models.checkpoint_files import (
 )
 from whalepod.models.config import ModelConfig
 from whalepod.models.fp8 import dequantize, scale_shape
+from whalepod.models.packed_files import PackedFiles
 
 __all__ = ["CheckpointWeights", "DummyWeights", "Weights", "WeightsError", "mtp_layer"]
 
@@ -45,6 +47,15 @@ class Weights(Protocol):
         The result may be a view of a memory-mapped file: do not write into it. A tensor may be
         taken more than once (tied embeddings, modules that share weights).
         Raises WeightsError when the tensor is missing or does not have `shape`.
+        """
+
+    def packed(
+        self, name: str, kernels: Kernels, pack: Callable[[], Packed], *, is_expert: bool = False
+    ) -> Packed:
+        """Return `pack()`, which takes tensors of here, or the same kept from an earlier start.
+
+        name       unique, for people
+        is_expert  it belongs to the routed experts of this rank
         """
 
     def leave(self, name: str) -> None:
@@ -81,12 +92,15 @@ class CheckpointWeights:
         *,
         dtype: torch.dtype,
         progress: Callable[[int, int], None] | None = None,
+        packed_files: PackedFiles | None = None,
     ) -> None:
         self.bytes_read = 0
         self._config = config
         self._dtype = dtype
         self._progress = progress
         self._files = CheckpointFiles(folder)
+        self._packed_files = packed_files
+        self._taken: list[str] = []
         self._settled: set[str] = set()
         self._read: set[str] = set()
         for name in self._files:
@@ -104,7 +118,29 @@ class CheckpointWeights:
         else:
             tensor = self._read_tensor(name, header).to(dtype)
         self._settle(name)
+        self._taken.append(name)
         return tensor
+
+    def packed(
+        self, name: str, kernels: Kernels, pack: Callable[[], Packed], *, is_expert: bool = False
+    ) -> Packed:
+        if self._packed_files is None:
+            return pack()
+
+        def make() -> tuple[Packed, list[str]]:
+            self._taken = []
+            return pack(), self._taken
+
+        packed, names = self._packed_files.get(name, kernels, is_expert, make)
+        for tensor in names:
+            self._settle(tensor)
+            self._count(tensor, self._files.header(tensor))
+        return packed
+
+    def save_packed(self) -> None:
+        """Keep what was packed for the next start."""
+        if self._packed_files is not None:
+            self._packed_files.save()
 
     def leave(self, name: str) -> None:
         self._files.header(name)
@@ -169,12 +205,15 @@ class CheckpointWeights:
 
     def _read_tensor(self, name: str, header: TensorHeader) -> Tensor:
         tensor = self._files.read(header)
+        self._count(name, header)
+        return tensor
+
+    def _count(self, name: str, header: TensorHeader) -> None:
         if canonical_name(name) not in self._read:
             self._read.add(canonical_name(name))
             self.bytes_read += header.num_bytes
             if self._progress:
                 self._progress(self.bytes_read, self._files.num_bytes)
-        return tensor
 
     def _settle(self, name: str) -> None:
         self._settled |= {canonical_name(name), canonical_name(name) + SCALE_SUFFIX}
@@ -219,6 +258,12 @@ class DummyWeights:
             noise = _uniform(bits, piece.numel())
             piece.copy_(noise.mul_(math.sqrt(3.0) * spread).add_(mean))
         return tensor.to(dtype or self._dtype)
+
+    def packed(
+        self, name: str, kernels: Kernels, pack: Callable[[], Packed], *, is_expert: bool = False
+    ) -> Packed:
+        """Pack: what is made in place is not kept."""
+        return pack()
 
     def leave(self, name: str) -> None:
         """Do nothing: what is not taken is not made."""

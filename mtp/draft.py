@@ -1,10 +1,17 @@
-"""Drafts of the multi-token-prediction layer, and the hidden states that it needs.
+"""Drafts of the multi-token-prediction modules, and the hidden states that they need.
 
-The row of slot j is made of (h[j-1], t[j]), so the hidden state before a step's first token must
-still be there: of the last computed token for each sequence, and of the last token of every full
-block, so that a prefix hit drafts exactly as a cold run does. What a step computes is first stored
-by the KV-only pass with true hidden states; then k full passes guess from the end of each text, and
-the rows that those leave behind are overwritten when their tokens are verified.
+Module 0 continues the main model's hidden states, module m those of module m - 1 (DeepSeek-V3
+report, section 2.2). Call h the main model's state of a token, s0, s1, ... those of the modules;
+then **the row of module m in slot j is made of (state m at j - 1, t[j])**, state 0 being h and
+state m + 1 being sm: it depends on tokens up to j only. State m begins m tokens behind the first
+one that was computed.
+
+So the states before a step's first token must still be there: of the last computed token for each
+sequence, and of the last token of every full block, so that a prefix hit drafts exactly as a cold
+run does. What a step computes is first stored with true states: by full passes of all modules but
+the last, which the next one continues, and by the last one's KV-only pass. Then k full passes guess
+from the end of each text, the last module feeding itself once all had their turn; the rows that
+those leave behind are overwritten when their tokens are verified.
 """
 
 from __future__ import annotations
@@ -19,10 +26,6 @@ from torch import Tensor
 from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.batch import ForwardBatch, TokenSpan
 from whalepod.models.cache import LatentCache
-
-NUM_LOOKBACK_TOKENS = 1
-"""A sequence that starts inside a block computes so many copied tokens again, for their hidden
-states."""
 
 
 class DraftModel(Protocol):
@@ -41,6 +44,8 @@ class DraftModel(Protocol):
         self, previous_hidden_TH: Tensor, batch: ForwardBatch, cache: LatentCache
     ) -> Tensor: ...
 
+    def join(self) -> None: ...
+
     def logits(self, hidden_BH: Tensor) -> Tensor: ...
 
 
@@ -50,37 +55,62 @@ class BatchSource(Protocol):
     def build(self, rows: Sequence[TokenSpan]) -> ForwardBatch: ...
 
 
+class KnownStates(NamedTuple):
+    """The states of one sequence's token at `position`.
+
+    states_MH [M, H]: one for each module to continue; state m is known from `origin + m` on.
+    """
+
+    position: int
+    origin: int
+    states_MH: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """The states of all tokens of a step: `[T, H]` for each module, zero where none is known."""
+
+    states: tuple[Tensor, ...]
+    origins: tuple[int, ...]
+
+    def at(self, rows: Sequence[int], positions: Sequence[int]) -> list[KnownStates]:
+        """Return the states in one row of each span, the tokens being at `positions`."""
+        if len(self.states) == 1:
+            states_BMH = self.states[0][rows][:, None]
+        else:
+            states_BMH = torch.stack([states_TH[rows] for states_TH in self.states], dim=1)
+        return list(map(KnownStates, positions, self.origins, states_BMH.unbind()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStart:
-    """The end of a text: its newest token, not computed yet, sits at `position`.
+    """The end of a text: its newest token, not computed yet, sits behind the `known` one.
 
-    `block_ids` covers `position + num_wanted` tokens; `hidden_H` is the main model's state of the
-    token before.
+    `block_ids` covers `num_wanted` tokens more than the text.
     """
 
     sequence_id: int
     token_id: int
-    position: int
     block_ids: Sequence[int]
-    hidden_H: Tensor
+    known: KnownStates
     num_wanted: int
 
 
 @dataclass(frozen=True, slots=True)
-class _DraftToken:
-    """One token as a span."""
+class _Span:
+    """Some tokens of one sequence."""
 
     sequence_id: int
-    token_ids: tuple[int]
+    token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
 
 
-class _Tail(NamedTuple):
-    """The hidden state of a sequence's last computed token, at `position`."""
+class _Before(NamedTuple):
+    """What is known before a span: see KnownStates. No states: the span is where they begin."""
 
-    position: int
-    hidden_H: Tensor
+    origin: int
+    states_MH: Tensor | None
 
 
 Choose = Callable[[Tensor, Sequence[int], Sequence[Sequence[int]]], list[int]]
@@ -89,19 +119,24 @@ draft for each row."""
 
 
 class Drafter:
-    """Owns the hidden states; the module's cache rows are a layer of the cache."""
+    """Owns the kept states; the modules' cache rows are layers of the cache."""
 
     def __init__(
-        self, module: DraftModel, cache: LatentCache, batches: BatchSource, *, hidden_size: int
+        self,
+        modules: Sequence[DraftModel],
+        cache: LatentCache,
+        batches: BatchSource,
+        *,
+        hidden_size: int,
     ) -> None:
         rows = cache.rows_LPBC
-        self._module = module
+        self._modules = tuple(modules)
         self._cache = cache
         self._batches = batches
-        self._block_hidden_PH = torch.zeros(
-            rows.shape[1], hidden_size, dtype=rows.dtype, device=rows.device
+        self._block_states_PMH = torch.zeros(
+            rows.shape[1], len(modules), hidden_size, dtype=rows.dtype, device=rows.device
         )
-        self._tails: dict[int, _Tail] = {}
+        self._tails: dict[int, KnownStates] = {}
 
     def forget(self, sequence_id: int) -> None:
         """Drop what is kept of a sequence that ended."""
@@ -109,81 +144,178 @@ class Drafter:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy what belongs to a full block beside its rows."""
-        self._block_hidden_PH[target] = self._block_hidden_PH[source]
+        self._block_states_PMH[target] = self._block_states_PMH[source]
 
-    def keep(self, sequence_id: int, position: int, hidden_H: Tensor) -> None:
-        """Keep the hidden state of a sequence's last true token. A repeated step keeps it again."""
-        self._tails[sequence_id] = _Tail(position, hidden_H)
+    def keep(self, sequence_id: int, known: KnownStates) -> None:
+        """Keep the states of a sequence's last true token. A repeated step keeps them again."""
+        self._tails[sequence_id] = known
 
     def write_rows(
         self, spans: Sequence[TokenSpan], batch: ForwardBatch, hidden_TH: Tensor
-    ) -> None:
-        """Store the module's rows of all tokens of a step, `hidden_TH` being the model's states.
+    ) -> StepStates:
+        """Store the modules' rows of all tokens of a step, `hidden_TH` being the model's states.
 
         Rows of drafts that turn out wrong are overwritten later, as the model's own rows are.
+        `batch` may be overwritten, as by `BatchSource.build`.
         """
-        previous_TH = torch.empty_like(hidden_TH)
-        previous_TH[1:] = hidden_TH[:-1]
-        skipped, begin = [], 0
-        for span in spans:
-            before_H = self._hidden_before(span)
-            if before_H is None:
-                skipped.append(begin)
-            else:
-                previous_TH[begin] = before_H
-            self._keep_ends_of_blocks(span, hidden_TH, begin)
-            begin += len(span.token_ids)
-        token_ids_T, positions_T, slots_T = batch.token_ids_T, batch.positions_T, batch.slots_T
-        if skipped:
-            kept_T = torch.ones(begin, dtype=torch.bool, device=hidden_TH.device)
-            kept_T[skipped] = False
-            token_ids_T, previous_TH = token_ids_T[kept_T], previous_TH[kept_T]
-            positions_T, slots_T = positions_T[kept_T], slots_T[kept_T]
-        self._module.write_rows(token_ids_T, previous_TH, positions_T, slots_T, self._cache)
+        before = [self._before(span) for span in spans]
+        states = [hidden_TH]
+        for number in range(len(self._modules)):
+            states += self._run(number, spans, before, batch, states[-1])
+        known = StepStates(tuple(states), tuple([item.origin for item in before]))
+        self._keep_ends_of_blocks(spans, known)
+        return known
 
-    def _hidden_before(self, span: TokenSpan) -> Tensor | None:
-        """Return the hidden state before a span's first token, or None where its row needs no
-        writing: at position 0 it is masked, and inside a block it was copied with the token."""
-        start = span.start
+    def _before(self, span: TokenSpan) -> _Before:
+        """Return what is known before a span.
+
+        Nothing is where a text begins, and inside a block whose first tokens were copied: the rows
+        that would need it were copied, too (`num_lookback_tokens`).
+        """
+        start, num_modules = span.start, len(self._modules)
         tail = self._tails.get(span.sequence_id)
         if tail is not None and tail.position == start - 1:
-            return tail.hidden_H
+            return _Before(tail.origin, tail.states_MH)
         if start == 0 or start % BLOCK_TOKENS:
-            return None
-        return self._block_hidden_PH[span.block_ids[start // BLOCK_TOKENS - 1]]
+            return _Before(start, None)
+        block_id = span.block_ids[start // BLOCK_TOKENS - 1]
+        return _Before(start - num_modules, self._block_states_PMH[block_id])
 
-    def _keep_ends_of_blocks(self, span: TokenSpan, hidden_TH: Tensor, begin: int) -> None:
-        first = span.start // BLOCK_TOKENS * BLOCK_TOKENS + BLOCK_TOKENS - 1
-        for position in range(first, span.start + len(span.token_ids), BLOCK_TOKENS):
-            block_id = span.block_ids[position // BLOCK_TOKENS]
-            self._block_hidden_PH[block_id] = hidden_TH[begin + position - span.start]
+    def _run(
+        self,
+        number: int,
+        spans: Sequence[TokenSpan],
+        before: Sequence[_Before],
+        batch: ForwardBatch,
+        state_TH: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Store a module's rows where the state that it continues is known.
 
-    def draft(self, starts: Sequence[DraftStart], choose: Choose) -> list[list[int]]:
+        Returns its own states `[T, H]`, unless it is the last.
+        """
+        is_last = number == len(self._modules) - 1
+        previous_TH = torch.empty_like(state_TH)
+        previous_TH[1:] = state_TH[:-1]
+        kept: list[_Span | TokenSpan] = []
+        dropped: list[int] = []
+        begin = 0
+        for span, (origin, states_MH) in zip(spans, before, strict=True):
+            num_unknown = min(max(origin + number + 1 - span.start, 0), len(span.token_ids))
+            if num_unknown:
+                dropped += range(begin, begin + num_unknown)
+                kept += _behind(span, num_unknown)
+            else:
+                assert states_MH is not None, "states begin behind the first token"
+                previous_TH[begin] = states_MH[number]
+                kept.append(span)
+            begin += len(span.token_ids)
+        if not dropped:
+            return self._store(number, previous_TH, batch, is_last)
+        known_T = torch.ones(begin, dtype=torch.bool, device=state_TH.device)
+        known_T[dropped] = False
+        found_TH = torch.zeros_like(state_TH)
+        if kept:
+            stored = self._store(number, previous_TH[known_T], self._batches.build(kept), is_last)
+            for known_TH in stored:
+                found_TH[known_T] = known_TH
+        elif not is_last:
+            self._modules[number].join()
+        return () if is_last else (found_TH,)
+
+    def _store(
+        self, number: int, previous_TH: Tensor, batch: ForwardBatch, is_last: bool
+    ) -> tuple[Tensor, ...]:
+        module = self._modules[number]
+        if not is_last:
+            return (module.forward(previous_TH, batch, self._cache),)
+        module.write_rows(
+            batch.token_ids_T, previous_TH, batch.positions_T, batch.slots_T, self._cache
+        )
+        return ()
+
+    def _keep_ends_of_blocks(self, spans: Sequence[TokenSpan], known: StepStates) -> None:
+        begin = 0
+        for span in spans:
+            first = span.start // BLOCK_TOKENS * BLOCK_TOKENS + BLOCK_TOKENS - 1
+            for position in range(first, span.start + len(span.token_ids), BLOCK_TOKENS):
+                block_id = span.block_ids[position // BLOCK_TOKENS]
+                for number, state_TH in enumerate(known.states):
+                    row_H = state_TH[begin + position - span.start]
+                    self._block_states_PMH[block_id, number] = row_H
+            begin += len(span.token_ids)
+
+    def join(self, num_passes: int) -> None:
+        """Take part in what other ranks do with their tokens, `write_rows` and `num_passes` passes
+        of `draft`, without tokens of this one."""
+        for module in self._modules[:-1]:
+            module.join()
+        self.join_passes(num_passes)
+
+    def join_passes(self, num_passes: int, first: int = 0) -> None:
+        """Take part in the passes `first` .. `num_passes - 1` of other ranks."""
+        for depth in range(first, num_passes):
+            self._modules[min(depth, len(self._modules) - 1)].join()
+
+    def draft(
+        self, starts: Sequence[DraftStart], choose: Choose, num_passes: int = 0
+    ) -> list[list[int]]:
         """Guess `num_wanted` tokens behind each text, one full pass for each of them.
 
-        The module's own state takes the place of the main model's from the second pass on.
+        Passes up to `num_passes`, which other ranks may run, are joined without tokens.
         """
         drafts: list[list[int]] = [[] for _ in starts]
-        active = [i for i, start in enumerate(starts) if start.num_wanted]
-        if not active:
-            return drafts
-        hidden_BH = torch.stack([starts[i].hidden_H for i in active])
-        while active:
-            spans = [_next_token(starts[i], drafts[i]) for i in active]
+        found = [start.known.states_MH[:0] for start in starts]  # by the pass before
+        num_own = max((start.num_wanted for start in starts), default=0)
+        for depth in range(num_own):
+            active = [i for i, start in enumerate(starts) if start.num_wanted > depth]
+            number = min(depth, len(self._modules) - 1)
+            spans = [self._next_span(starts[i], drafts[i], depth) for i in active]
+            previous = [self._state_before(starts[i], found[i], depth) for i in active]
             batch = self._batches.build(spans)
-            hidden_BH = self._module.forward(hidden_BH, batch, self._cache)
-            chosen = choose(self._module.logits(hidden_BH), active, drafts)
+            hidden_TH = self._modules[number].forward(
+                torch.cat(previous) if len(previous) > 1 else previous[0], batch, self._cache
+            )
+            lengths = [len(span.token_ids) for span in spans]
+            for i, states_TH in zip(active, torch.split(hidden_TH, lengths), strict=True):
+                found[i] = states_TH
+            last_BH = hidden_TH
+            if len(hidden_TH) > len(active):
+                last_BH = torch.stack([found[i][-1] for i in active])
+            chosen = choose(self._modules[number].logits(last_BH), active, drafts)
             for i, token_id in zip(active, chosen, strict=True):
                 drafts[i].append(token_id)
-            going_on = [i for i in active if len(drafts[i]) < starts[i].num_wanted]
-            if len(going_on) < len(active):
-                hidden_BH = hidden_BH[[active.index(i) for i in going_on]]
-            active = going_on
+        self.join_passes(num_passes, num_own)
         return drafts
 
+    def _next_span(self, start: DraftStart, drafts: Sequence[int], depth: int) -> _Span:
+        """Return the tokens that the pass of a depth computes: the last one, and in a module's
+        first pass the ones before it that have no row of this module yet."""
+        text = (start.token_id, *drafts)
+        known = start.known
+        num_before = depth
+        if depth < len(self._modules):
+            num_before = max(known.origin + depth - known.position, 0)
+        return _Span(
+            start.sequence_id,
+            text[num_before:],
+            known.position + 1 + num_before,
+            start.block_ids,
+        )
 
-def _next_token(start: DraftStart, drafts: Sequence[int]) -> _DraftToken:
-    token_id = drafts[-1] if drafts else start.token_id
-    return _DraftToken(
-        start.sequence_id, (token_id,), start.position + len(drafts), start.block_ids
-    )
+    def _state_before(self, start: DraftStart, found_TH: Tensor, depth: int) -> Tensor:
+        """Return the states that a pass continues: those of the last one, behind the true one."""
+        if not depth:
+            return start.known.states_MH[:1]
+        if depth >= len(self._modules):
+            return found_TH[-1:] if len(found_TH) > 1 else found_TH
+        if start.known.position >= start.known.origin + depth:
+            return torch.cat([start.known.states_MH[depth : depth + 1], found_TH])
+        return found_TH
+
+
+def _behind(span: TokenSpan, num_tokens: int) -> list[_Span]:
+    """Return what is behind the first tokens of a span, if anything."""
+    token_ids = span.token_ids[num_tokens:]
+    if not token_ids:
+        return []
+    return [_Span(span.sequence_id, token_ids, span.start + num_tokens, span.block_ids)]

@@ -3,7 +3,8 @@
 One decoder layer that guesses the token after next: from the hidden state h[j-1] of the main model
 and the token t[j] that followed, it predicts t[j+1]. **Slot j of its cache layer holds the row of
 (h[j-1], t[j])**, which depends on tokens up to j only: so hashing, sharing and copying of blocks
-need no special rule. Slot 0 has no h[-1] and is masked.
+need no special rule. Slot 0 has no h[-1] and is masked. Where a checkpoint has several modules,
+module m continues the states of module m - 1 as module 0 does h, and its slots 0..m are masked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.kernels.interface import Kernels
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
@@ -35,21 +37,26 @@ class MtpModule:
         kernels: Kernels,
         *,
         index: int = 0,
-        experts: range | None = None,
+        placement: ExpertPlacement | None = None,
     ) -> None:
         config = model.config
         hidden = config.hidden_size
         self._model = model
         self._kernels = kernels
         self._eps = config.rms_norm_eps
+        self._num_masked = index + 1
         self._cache_layer = config.num_layers + index
         prefix = f"model.layers.{self._cache_layer}"
         self._token_norm_H = weights.take(f"{prefix}.enorm.weight", (hidden,))
         self._hidden_norm_H = weights.take(f"{prefix}.hnorm.weight", (hidden,))
-        self._projection = kernels.pack_linear(
-            weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
+        self._projection = weights.packed(
+            f"{prefix}.eh_proj",
+            kernels,
+            lambda: kernels.pack_linear(
+                weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
+            ),
         )
-        self._layer = DecoderLayer(config, weights, self._cache_layer, kernels, experts)
+        self._layer = DecoderLayer(config, weights, self._cache_layer, kernels, placement)
         self._head_norm_H = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))
 
     def write_rows(
@@ -62,8 +69,8 @@ class MtpModule:
     ) -> None:
         """Store the rows of known tokens, without attention or experts (the KV-only pass).
 
-        previous_hidden_TH [T, H]: the main model's hidden state (after its final norm) of the
-        token before each token.
+        previous_hidden_TH [T, H]: the hidden state of the token before each token, of the main
+        model (after its final norm) or of the module before.
         """
         x_TH, _ = self._input(token_ids_T, previous_hidden_TH)
         self._layer.attention.write_rows(
@@ -78,7 +85,7 @@ class MtpModule:
         Returns `[T, H]` after shared_head.norm: `DeepseekV3.logits` of it guess the token after
         each token, and it takes the place of the main model's hidden state for the next guess.
         """
-        plan = replace(plan_attention(batch, batch.max_query_tokens), first_key=1)
+        plan = replace(plan_attention(batch, batch.max_query_tokens), first_key=self._num_masked)
         x_TH, residual_TH = self._input(batch.token_ids_T, previous_hidden_TH)
         hidden_TH, _ = self._layer(
             x_TH,
@@ -90,6 +97,15 @@ class MtpModule:
             self._model.cos_sin_SD,
         )
         return hidden_TH
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of the routed experts that are loaded here."""
+        return self._layer.expert_bytes
+
+    def join(self) -> None:
+        """Take part in a pass of other ranks that has no tokens of this one."""
+        self._layer.join(self._model.embedding_VH[:0])
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """Return f32 logits `[B, V]` of what `forward` returned, by the main model's head."""

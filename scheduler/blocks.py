@@ -146,6 +146,13 @@ class BlockPool:
                 return
         raise OutOfBlocks(f"all {self.num_blocks} blocks are in use")
 
+    def forget_cached(self) -> int:
+        """Turn all cached blocks into free ones; return how many. Texts of live requests stay."""
+        num_forgotten = self.num_cached
+        while self.num_cached:
+            self._evict()
+        return num_forgotten
+
     def _forget(self, node: Node) -> None:
         """Turn a cached leaf into a free block."""
         self.tree.remove(node)

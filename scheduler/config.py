@@ -15,6 +15,10 @@ class SchedulerConfig:
     ] = 0
     max_num_queued_reqs: Annotated[int, "requests that wait; one more is refused with a 429"] = 1024
     enable_prefix_caching: Annotated[bool, "share the blocks of equal prefixes"] = True
+    reserve_output_tokens: Annotated[
+        int,
+        "tokens of each answer that admission keeps room for, so that few requests are preempted",
+    ] = 0
     max_admission_skips: Annotated[
         int, "times that a waiting request may be overtaken by one with a longer cached prefix"
     ] = 16
@@ -24,6 +28,7 @@ class SchedulerConfig:
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("max_model_len", 0),
+            ("reserve_output_tokens", 0),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")

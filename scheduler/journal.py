@@ -22,7 +22,7 @@ from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
 
 FORMAT = "whalepod journal"
-VERSION = 2
+VERSION = 3
 _MAX_FRAME_BYTES = 256 * 1024 * 1024
 _Returned = TypeVar("_Returned")
 
@@ -99,8 +99,12 @@ class RecordedScheduler(Scheduler):
     def cancel(self, request_id: str) -> None:
         self._record("cancel", [request_id], super().cancel, request_id)
 
-    def step(self, num_drafts: int = 0) -> Plan | None:
-        return self._record("step", [num_drafts], super().step, num_drafts)
+    def reset_prefix_cache(self) -> int:
+        return self._record("reset_prefix_cache", [], super().reset_prefix_cache)
+
+    def step(self, num_drafts: int = 0, max_tokens: int | None = None) -> Plan | None:
+        values = [num_drafts, max_tokens]
+        return self._record("step", values, super().step, num_drafts, max_tokens)
 
     def finish(self, result: StepResult) -> list[Output]:
         return self._record("finish", [result], super().finish, result)
@@ -190,6 +194,7 @@ def _call(scheduler: Scheduler, name: str, arguments: tuple[Any, ...]) -> tuple[
     calls: dict[str, Callable[..., object]] = {
         "add": lambda *values: scheduler.add(_request(values)),
         "cancel": scheduler.cancel,
+        "reset_prefix_cache": scheduler.reset_prefix_cache,
         "step": scheduler.step,
         "finish": lambda values: scheduler.finish(_step_result(values)),
         "finish_failed": scheduler.finish_failed,

@@ -7,17 +7,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+MAX_SPECULATIVE_TOKENS = 4
+"""Tokens that may be guessed ahead of a text."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
     """A grammar that the answer, or what follows its reasoning, must fulfil."""
 
-    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    kind: Literal["json_schema", "regex", "lark", "gbnf", "any"]
+    """"any": no grammar, only what the other fields say."""
     grammar: str
     starts_after: int | None = None
     """The token behind which the grammar begins; None: at the start of the answer."""
+    is_optional: bool = False
+    """Whether the answer may end before the grammar has begun."""
     banned_before: tuple[int, ...] = ()
     """Tokens that must not come before the grammar begins."""
+    reasoning_end: int | None = None
+    """The token that ends a reasoning of bounded length."""
+    max_reasoning_tokens: int | None = None
+    """After so many tokens without `reasoning_end` it is the only choice; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +59,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     constraint: Constraint | None = None
+    num_speculative_tokens: int | None = None
+    """Most tokens guessed ahead for this request, 0 for none; None: as many as the engine wants.
+    With coupling the text is the same for every value."""
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "at least 0")
@@ -66,13 +79,19 @@ class SamplingParams:
             self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
             "in 0..20",
         )
+        k = self.num_speculative_tokens
+        self._check(
+            "num_speculative_tokens",
+            k is None or 0 <= k <= MAX_SPECULATIVE_TOKENS,
+            f"in 0..{MAX_SPECULATIVE_TOKENS}",
+        )
         biases = self.logit_bias.values()
         self._check("logit_bias", all(-100.0 <= b <= 100.0 for b in biases), "in -100..100")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
-        if self.constraint is not None and self.min_tokens:
+        if self.constraint is not None and self.constraint.kind != "any" and self.min_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must be 0 with a grammar, which says where to end"
             )

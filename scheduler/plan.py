@@ -100,6 +100,8 @@ class Output:
     num_cached_tokens: int = 0
     """Prompt tokens that were in the prefix cache at the request's first admission; the same in
     every output of the request."""
+    queue_us: int = 0
+    """Microseconds from the request's arrival to its first admission, by the noted clock."""
     finish_reason: str | None = None
     """"stop" (end of sequence or a stop token), "length", "abort", "error"."""
     stop_token_id: int | None = None

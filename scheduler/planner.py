@@ -70,9 +70,38 @@ class Planner:
         self._residency = residency
         self._pool = residency.pool
 
-    def plan(self) -> Sketch:
+    def count_tokens_at_most(self) -> int:
+        """Return a bound on the tokens of the next plan, without making it.
+
+        It counts who waits only if the next of them finds a slot and blocks, so that a full rank
+        is not taken for one that is about to compute prompts.
+        """
+        limit = self._config.max_num_batched_tokens
+        num_tokens = sum(s.num_pending + len(s.draft_token_ids) for s in self.running)
+        if num_tokens < limit and self.waiting and self._may_find_room():
+            for sequence in self.waiting:
+                num_tokens += len(sequence.token_ids)
+                if num_tokens >= limit:
+                    break
+        return min(num_tokens, limit)
+
+    def _may_find_room(self) -> bool:
+        """Say whether the next admission can succeed; may say so wrongly, but not the contrary."""
+        sequence = self.waiting.choose(may_start, self._count_shared_blocks)
+        if sequence is None:
+            return False
+        lower = [s for s in self.running if s.request.priority > sequence.request.priority]
+        if lower:
+            return True
+        if len(self.running) >= self._config.max_num_seqs:
+            return False
+        num_blocks = self._residency.num_blocks(len(sequence.token_ids))
+        return num_blocks - self._count_shared_blocks(sequence) <= self._pool.num_available
+
+    def plan(self, max_tokens: int | None = None) -> Sketch:
         """Spend one token budget: running sequences by priority and age, then admissions."""
-        sketch = Sketch(self._config.max_num_batched_tokens)
+        budget = self._config.max_num_batched_tokens
+        sketch = Sketch(budget if max_tokens is None else min(budget, max_tokens))
         self._plan_running(sketch)
         if not sketch.preempted:  # blocks are short: to admit now would only thrash
             self._plan_admissions(sketch)
@@ -127,6 +156,8 @@ class Planner:
             drafts = sequence.draft_token_ids[: min(share.num_drafts, num_fitting)]
             stop += len(drafts)
         num_wanted = 0
+        most = sequence.request.params.num_speculative_tokens
+        num_drafts = num_drafts if most is None else min(num_drafts, most)
         if num_drafts and sample:  # the last allowed token is never worth a guess
             stop_wanted = min(stop + num_drafts, sequence.max_total_tokens - 2)
             num_wanted = max(min(self._stretch(sequence, stop_wanted), stop_wanted) - stop, 0)
@@ -235,10 +266,22 @@ class Planner:
 
     def _num_spare_blocks(self, sequence: Sequence) -> int:
         """Leave some to running sequences that will not be displaced, or the next steps would
-        preempt what is admitted now."""
+        preempt what is admitted now; and what they, and it, will need for their answers."""
         priority = sequence.request.priority
-        num_peers = sum(1 for peer in self.running if peer.request.priority <= priority)
-        return -(-num_peers // SEQUENCES_PER_SPARE_BLOCK)
+        peers = [peer for peer in self.running if peer.request.priority <= priority]
+        num_spare = -(-len(peers) // SEQUENCES_PER_SPARE_BLOCK)
+        if not self._config.reserve_output_tokens:
+            return num_spare
+        num_future = sum(self._count_future_blocks(peer) for peer in peers)
+        now = self._residency.num_blocks(len(sequence.token_ids))
+        num_future += self._count_future_blocks(sequence) - (now if not sequence.block_ids else 0)
+        return max(num_spare, num_future)
+
+    def _count_future_blocks(self, sequence: Sequence) -> int:
+        """Return the blocks that a sequence does not hold yet and is likely to ask for."""
+        reserved = sequence.num_prompt_tokens + self._config.reserve_output_tokens
+        num_tokens = max(min(reserved, sequence.max_total_tokens), len(sequence.token_ids))
+        return max(self._residency.num_blocks(num_tokens) - len(sequence.block_ids), 0)
 
     def _displace(self, sequence: Sequence, num_blocks: int, sketch: Sketch) -> None:
         """Preempt sequences of strictly lower priority while blocks are short, if that helps."""

@@ -35,6 +35,10 @@ class Request:
     """Prefixes are shared between requests of equal salt only."""
     arrival: int = field(default=0, init=False)
     """Position in the order of arrival, given by the scheduler."""
+    arrival_us: int = field(default=0, init=False)
+    """The clock of its arrival, as last noted by the scheduler."""
+    queue_us: int = field(default=0, init=False)
+    """Time from its arrival to its first admission."""
     sequences: list[Sequence] = field(default_factory=list, init=False)
     running: list[Sequence] = field(default_factory=list, init=False)
     """Those that hold a slot, in the order of their admission."""

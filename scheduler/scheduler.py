@@ -80,6 +80,7 @@ class Scheduler:
         if self._num_queued_requests >= self.config.max_num_queued_reqs:
             raise QueueFull(self._num_queued_requests, self.config.max_num_queued_reqs)
         request.arrival = self._num_arrivals
+        request.arrival_us = self._counters.clock_us
         self._num_arrivals += 1
         self._num_queued_requests += 1
         self._requests[request.request_id] = request
@@ -101,6 +102,11 @@ class Scheduler:
         self._next_sequence_id += 1
         return sequence
 
+    def is_queued(self, request_id: str) -> bool:
+        """Say whether a request waits and has never run."""
+        request = self._requests.get(request_id)
+        return request is not None and not request.was_admitted and not request.cancelled
+
     def cancel(self, request_id: str) -> None:
         """End a request in any state; unknown ids are ignored (it may just have ended).
 
@@ -115,6 +121,10 @@ class Scheduler:
         else:
             self._cancelled.append(request)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget the texts that nobody uses; return the number of blocks that are free now."""
+        return self.pool.forget_cached()
+
     def owner(self, sequence_id: int) -> tuple[str, int]:
         """Return request id and index of a live sequence. Raises KeyError."""
         sequence = self._sequences[sequence_id]
@@ -126,17 +136,23 @@ class Scheduler:
 
     # ---- one step
 
-    def step(self, num_drafts: int = 0) -> Plan | None:
+    def count_tokens_at_most(self) -> int:
+        """Return a bound on the tokens of the next step: what a rank tells its group before all
+        of them plan. 0 while nothing can run. Changes nothing."""
+        return self._planner.count_tokens_at_most()
+
+    def step(self, num_drafts: int = 0, max_tokens: int | None = None) -> Plan | None:
         """Spend one token budget: running sequences by priority and age, then admissions.
 
         A decoding sequence is never short of its one token: chunks of prompts take what is left
         after one for each of them. Each row that samples asks for `num_drafts` guesses, or fewer
-        where blocks, budget or the end of the answer leave less room. None when nothing can run.
+        where blocks, budget or the end of the answer leave less room. `max_tokens` lowers the
+        budget (a bound that others were told). None when nothing can run.
         Raises RuntimeError while another step is in flight.
         """
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.step} is in flight: finish it first")
-        sketch = self._planner.plan()
+        sketch = self._planner.plan(max_tokens)
         self._unreported_preemptions += sketch.preempted
         self._counters.num_preemptions += len(sketch.preempted)
         for sequence in sketch.admitted:
@@ -164,6 +180,7 @@ class Scheduler:
             return
         request.was_admitted = True
         request.num_cached_tokens = sequence.num_computed
+        request.queue_us = self._counters.clock_us - request.arrival_us
         self._num_queued_requests -= 1
         self._counters.prefix_cache_queries_tokens += sequence.num_prompt_tokens
         self._counters.prefix_cache_hits_tokens += sequence.num_computed
@@ -257,6 +274,7 @@ class Scheduler:
             logprobs=list(result.logprobs[:num_kept]),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=sequence.request.num_cached_tokens,
+            queue_us=sequence.request.queue_us,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
         )

@@ -6,84 +6,101 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import torch
 
-from whalepod.kernels.cpu import CpuKernels
+from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.transport.interface import Transport
+from whalepod.ep_comm.transport.shm import ShmTransport
+from whalepod.kernels.cpu import CpuKernels, Int8CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
-from whalepod.kernels.invariant import InvariantKernels
 from whalepod.kernels.reference import ReferenceKernels
-from whalepod.models.cache import LatentCache
 from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
-from whalepod.models.source import EMBEDDED_MODEL, SourceError, resolve_model
+from whalepod.models.packed_files import PackedFiles, fingerprint
+from whalepod.models.source import (
+    EMBEDDED_MODEL,
+    SourceError,
+    default_cache_folder,
+    resolve_model,
+)
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
 from whalepod.mtp.config import SpeculationConfig
-from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
-from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS, Drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row
 from whalepod.scheduler.scheduler import Scheduler
-from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
-from whalepod.server.engine.acceptance_check import (
-    builtin_prompts,
-    measure_acceptance,
-    report_acceptance,
+from whalepod.server.build_speculation import (
+    check_acceptance,
+    describe_speculation,
+    load_mtp,
+    new_depth,
+    new_speculator,
+    wants_mtp,
 )
+from whalepod.server.cache_memory import new_cache, settle_length
+from whalepod.server.cluster.seat import Seat, prepare_heaps
+from whalepod.server.config import EngineConfig, ModelSource
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
 from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner, RunnerSequence
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import SamplingState
-from whalepod.server.engine.speculation import Speculator
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
+from whalepod.server.progress import reporter
 from whalepod.server.structured.interface import Compiler
 
-SHARE_OF_FREE_MEMORY = 0.5
-"""What the cache may take of the memory that is free once the weights are loaded."""
-DEFAULT_CACHE_BYTES = 4 << 30
-"""The most that it takes unasked; pages count only once they are written."""
 ANY_CHUNK = 2**31
 """Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
 CANARY_POSITIONS = 2 * BLOCK_TOKENS
 """The canary's text needs so many, however short the requests may be."""
-PROGRESS_S = 2.0
-"""Seconds between two lines about the weights."""
+SMALLEST_KEPT_BYTES = 256 << 20
+"""Checkpoints below it are packed at each start."""
 
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig) -> EngineCore:
+def build_engine(config: EngineConfig, new_placement: NewPlacement | None = None) -> EngineCore:
     """Load the model and put an engine around it, warmed up and ready.
+
+    new_placement  says which experts to load, once the model's configuration is known; None: all
 
     Raises StartupError, one sentence, for what a user can mend.
     """
     try:
-        return _build_engine(config)
+        return _build_engine(config, new_placement)
     except (ConfigError, SourceError, WeightsError, NotInvariantError) as error:
         raise StartupError(str(error)) from error
     except MemoryError as error:
         raise StartupError(f"not enough memory for the model: {error}") from error
 
 
-def _build_engine(config: EngineConfig) -> EngineCore:
+def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> EngineCore:
     started = time.monotonic()
+    if new_placement is None and config.parallel.expert_parallel_size > 1:
+        raise StartupError(
+            f"expert_parallel_size is {config.parallel.expert_parallel_size}, and this is one "
+            "engine: ranks are started by `whalepod serve`"
+        )
     if config.device.num_threads:
         torch.set_num_threads(config.device.num_threads)
-    loaded = load_model(config)
+    loaded = load_model(config, new_placement)
     config = loaded.engine_config
     model_config, limits = loaded.config, config.scheduler
-    cache = _new_cache(config, loaded)
+    cache = new_cache(
+        config,
+        num_layers=loaded.num_cache_layers,
+        row_width=model_config.cache_row_width,
+        dtype=loaded.model.dtype,
+    )
     num_blocks = cache.rows_LPBC.shape[1]
     eos_token_ids = _eos_token_ids(loaded)
     journal = _open_journal(config.record)
@@ -95,13 +112,36 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         max_rows=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
     )
-    with_lookup = _wants_lookup(config.speculation, loaded.mtp is not None)
-    speculator = _new_speculator(loaded, cache, batches, sampler, with_lookup=with_lookup)
+    speculator = new_speculator(
+        config.speculation,
+        loaded.mtp,
+        cache,
+        batches,
+        sampler,
+        hidden_size=model_config.hidden_size,
+    )
     runner = Runner(loaded.model, cache, sampler, batches, speculator)
     max_depth = config.speculation.max_depth if speculator else 0
     warm_up(runner, limits, max_depth)
-    if loaded.mtp is not None and config.source.load_format != "dummy":
-        _check_acceptance(loaded, runner, num_blocks, eos_token_ids)
+    # a rank of a group has not all experts before the others are there: its guesses mean nothing
+    is_whole = new_placement is None and config.source.load_format != "dummy"
+    if loaded.mtp and is_whole:
+        only_mtp = new_speculator(
+            SpeculationConfig(speculation_method="mtp"),
+            loaded.mtp,
+            cache,
+            batches,
+            sampler,
+            hidden_size=model_config.hidden_size,
+        )
+        check_acceptance(
+            Runner(loaded.model, cache, sampler, batches, only_mtp),
+            limits,
+            model_config,
+            loaded.folder,
+            num_blocks=num_blocks,
+            eos_token_ids=eos_token_ids,
+        )
     info = EngineInfo(
         model_type=model_config.model_type,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
@@ -115,13 +155,15 @@ def _build_engine(config: EngineConfig) -> EngineCore:
         weights_bytes=loaded.weights_bytes,
         kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
         load_seconds=time.monotonic() - started,
-        speculation=_describe(config.speculation, speculator.makers) if speculator else "off",
+        expert_bytes=loaded.expert_bytes,
+        num_ranks=config.parallel.expert_parallel_size,
+        speculation=describe_speculation(config.speculation, speculator),
     )
     return EngineCore(
         _new_scheduler(config, num_blocks, eos_token_ids, loaded, journal),
         runner,
         info,
-        depth=_new_depth(config.speculation) if speculator else None,
+        depth=new_depth(config.speculation) if speculator else None,
         seed=config.source.seed,
         hooks=_new_hooks(config, loaded.folder, eos_token_ids),
         grammars=_new_grammars(loaded, eos_token_ids),
@@ -143,37 +185,65 @@ class LoadedModel:
     kernels: Kernels
     folder: Path
     weights_bytes: int
-    mtp: MtpModule | None = None
-    """The layer that drafts, if speculation uses it."""
+    mtp: tuple[MtpModule, ...] = ()
+    """The layers that draft, if speculation uses them."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of the routed experts that are loaded here."""
+        return self.model.expert_bytes + sum(module.expert_bytes for module in self.mtp)
 
     @property
     def num_cache_layers(self) -> int:
-        return self.config.num_layers + (self.mtp is not None)
+        return self.config.num_layers + len(self.mtp)
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+class NewPlacement(Protocol):
+    """Says where the routed experts live, once it is known how many there are.
+
+    `limits` are settled. Raises StartupError if they cannot be spread.
+    """
+
+    def __call__(
+        self, config: ModelConfig, limits: SchedulerConfig, kernels: Kernels, dtype: torch.dtype
+    ) -> ExpertPlacement: ...
+
+
+def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) -> LoadedModel:
     """Read or make the weights that the configuration names."""
     source, is_dummy = config.source, config.source.load_format == "dummy"
     folder = resolve_model(source.model, source.revision, with_weights=not is_dummy)
     model_config = load_config(folder)
     config = replace(config, scheduler=settle_length(config.scheduler, model_config))
     dtype = _choose_dtype(source, model_config)
-    kernels = choose_kernels(config.device, dtype)
+    kernels = choose_kernels(config, dtype)
+    placement = None
+    if new_placement is not None:
+        placement = new_placement(model_config, config.scheduler, kernels, dtype)
     weights: Weights
     if is_dummy:
         weights = DummyWeights(model_config, dtype=dtype, seed=source.seed)
     else:
-        weights = CheckpointWeights(folder, model_config, dtype=dtype, progress=_progress())
+        weights = CheckpointWeights(
+            folder,
+            model_config,
+            dtype=dtype,
+            progress=reporter("weights", "MiB", 1 << 20),
+            packed_files=_packed_files(folder, kernels, dtype, placement),
+        )
     model = DeepseekV3(
         model_config,
         weights,
         kernels,
         max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=_absorbed_max_query_tokens(config),
+        placement=placement,
     )
-    mtp = None
-    if _wants_mtp(config.speculation, model_config):
-        mtp = _load_mtp(model, weights, kernels)
+    mtp: tuple[MtpModule, ...] = ()
+    if wants_mtp(config.speculation, model_config):
+        mtp = load_mtp(model, weights, kernels, config.speculation.max_depth, placement)
+    if isinstance(weights, CheckpointWeights):
+        weights.save_packed()
     if config.device.batch_invariant:
         canary(model)
     return LoadedModel(
@@ -187,17 +257,63 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
 
 
-def choose_kernels(device: DeviceConfig, dtype: torch.dtype) -> Kernels:
-    """Return the operations of the device, compiled; batch-invariant mode has its own."""
+def load_model_for_bench(config: EngineConfig, num_positions: int) -> LoadedModel:
+    """Load a model without an engine around it, for texts of up to `num_positions` tokens.
+
+    Raises StartupError, one sentence, for what a user can mend.
+    """
+    if config.device.num_threads:
+        torch.set_num_threads(config.device.num_threads)
+    limits = replace(config.scheduler, max_model_len=num_positions)
+    off = replace(config.speculation, speculation="off")
+    try:
+        return load_model(replace(config, scheduler=limits, speculation=off))
+    except (ConfigError, SourceError, WeightsError) as error:
+        raise StartupError(str(error)) from error
+
+
+def _packed_files(
+    folder: Path, kernels: Kernels, dtype: torch.dtype, placement: ExpertPlacement | None
+) -> PackedFiles | None:
+    """Return the files of packed weights; None for a model so small that packing takes no time."""
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if num_bytes < SMALLEST_KEPT_BYTES or kernels.packed_layout is None:
+        return None
+    layout = f"{kernels.packed_layout}/{dtype}"
+    parent = default_cache_folder() / "packed"
+    owned = placement.owned if placement else None
+    experts = f"{owned.start}-{owned.stop}" if owned else "all"
+    return PackedFiles(parent / fingerprint(folder, layout), experts=experts)
+
+
+def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
+    """Return the operations of the device, compiled."""
+    device, is_int8 = config.device, config.source.quantization == "int8"
     if device.device != "cpu":
         raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
-    if device.batch_invariant:
-        return InvariantKernels()
-    if device.kernels == "reference":
+    if device.kernels == "reference" and not device.batch_invariant:
+        if is_int8:
+            raise StartupError(
+                "--kernels reference has no --quantization int8: drop one of the two"
+            )
         return ReferenceKernels()
-    kernels = CpuKernels(num_threads=device.num_threads or None)
-    kernels.warm_up(dtype, _compile_progress())
+    kind = Int8CpuKernels if is_int8 else CpuKernels
+    kernels = kind(num_threads=device.num_threads or None, is_invariant=device.batch_invariant)
+    kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
     return kernels
+
+
+def choose_transport(name: str, seat: Seat, heap_bytes: int) -> Transport:
+    """Return what carries rows between the ranks of a group (`--all2all-backend`)."""
+    if name not in ("auto", "shm"):
+        raise StartupError(
+            f"--all2all-backend {name} cannot be used for the ranks of one machine yet: use shm"
+        )
+    try:
+        prepare_heaps(seat, heap_bytes)
+        return ShmTransport(seat.rank, seat.heap_descriptors)
+    except (RuntimeError, ValueError) as error:
+        raise StartupError(str(error)) from error
 
 
 def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:
@@ -214,30 +330,6 @@ def _absorbed_max_query_tokens(config: EngineConfig) -> int:
     return config.device.absorbed_max_query_tokens
 
 
-def _progress() -> Callable[[int, int], None]:
-    """Return a reporter of bytes read that writes a line now and then."""
-    last = time.monotonic()
-
-    def report(num_read: int, num_bytes: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > PROGRESS_S:
-            last = time.monotonic()
-            logger.info("weights: %d of %d MiB", num_read >> 20, num_bytes >> 20)
-
-    return report
-
-
-def _compile_progress() -> Callable[[int, int], None]:
-    """Return a reporter of compiled kernels that is silent when all came from the cache."""
-    started = time.monotonic()
-
-    def report(num_done: int, num_regions: int) -> None:
-        if time.monotonic() - started > PROGRESS_S:
-            logger.info("compiling kernels (once): %d of %d", num_done, num_regions)
-
-    return report
-
-
 def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
     """Return the ends of sequence that config.json and generation_config.json name."""
     file = loaded.folder / "generation_config.json"
@@ -251,153 +343,6 @@ def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
     return frozenset(loaded.config.eos_token_ids).union(ids)
 
 
-# -- speculation --------------------------------------------------------------------------------
-
-
-def _wants_mtp(speculation: SpeculationConfig, config: ModelConfig) -> bool:
-    """Say whether the model's own layer drafts. Raises StartupError if it must and is not there."""
-    if speculation.is_off or speculation.speculation_method == "lookup":
-        return False
-    if config.num_mtp_layers:
-        return True
-    if speculation.speculation_method == "mtp":
-        raise StartupError(
-            "--speculation-method mtp needs a multi-token-prediction layer, and config.json has "
-            "num_nextn_predict_layers = 0: use --speculation-method lookup"
-        )
-    return False
-
-
-def _load_mtp(model: DeepseekV3, weights: Weights, kernels: Kernels) -> MtpModule | None:
-    """Load the first module; more of them are left, since its own state can be fed back.
-
-    A checkpoint that lacks the whole layer, as some quantised ones do, is served without drafts;
-    one that has a part of it raises WeightsError.
-    """
-    names: tuple[str, ...] = ()
-    if isinstance(weights, CheckpointWeights):
-        names = weights.mtp_names()
-        if not names:
-            logger.warning(
-                "config.json names %d multi-token-prediction layers, but the checkpoint has no "
-                "tensor of them: no drafts",
-                model.config.num_mtp_layers,
-            )
-            return None
-    module = MtpModule(model, weights, kernels)
-    if isinstance(weights, CheckpointWeights) and (unused := weights.unused_mtp_names(0)):
-        raise WeightsError(
-            f"{unused[0]} is unexpected (and {len(unused) - 1} more): the multi-token-prediction "
-            "layer that config.json describes has no place for it"
-        )
-    return module
-
-
-def _wants_lookup(speculation: SpeculationConfig, has_mtp: bool) -> bool:
-    """Say whether drafts are looked up: beside the model's own, or where they are asked for."""
-    if speculation.is_off or speculation.speculation_method == "mtp":
-        return False
-    return has_mtp or speculation.is_explicit
-
-
-def _new_speculator(
-    loaded: LoadedModel,
-    cache: LatentCache,
-    batches: BatchBuilder,
-    sampler: Sampler,
-    *,
-    with_lookup: bool,
-) -> Speculator | None:
-    if loaded.mtp is None and not with_lookup:
-        return None
-    drafter = None
-    if loaded.mtp is not None:
-        drafter = Drafter(loaded.mtp, cache, batches, hidden_size=loaded.config.hidden_size)
-    return Speculator(drafter, sampler, with_lookup=with_lookup)
-
-
-def _check_acceptance(
-    loaded: LoadedModel, runner: Runner, num_blocks: int, eos_token_ids: frozenset[int]
-) -> None:
-    """Continue a few prompts and warn if the layer never guesses right."""
-    prompts = builtin_prompts(loaded.folder, loaded.config.vocab_size)
-    found = measure_acceptance(
-        runner,
-        loaded.engine_config.scheduler,
-        prompts,
-        num_blocks=num_blocks,
-        eos_token_ids=eos_token_ids,
-    )
-    report_acceptance(found, layer=loaded.config.num_layers)
-
-
-def _new_depth(speculation: SpeculationConfig) -> Depth:
-    if speculation.is_fixed:
-        return FixedDepth(speculation.max_depth)
-    return AdaptiveDepth(speculation.max_depth)
-
-
-def _describe(speculation: SpeculationConfig, makers: Sequence[str]) -> str:
-    kind = "fixed at" if speculation.is_fixed else "adaptive up to"
-    acceptance = speculation.speculation_acceptance
-    return f"{' + '.join(makers)}, {kind} {speculation.max_depth}, {acceptance}"
-
-
-# -- memory -------------------------------------------------------------------------------------
-
-
-def settle_length(limits: SchedulerConfig, config: ModelConfig) -> SchedulerConfig:
-    """Return the limits with the model's own length where none was given."""
-    if not limits.max_model_len:
-        return replace(limits, max_model_len=config.max_position_embeddings)
-    if limits.max_model_len > config.max_position_embeddings:
-        raise StartupError(
-            f"max_model_len ({limits.max_model_len}) is over the model's "
-            f"max_position_embeddings ({config.max_position_embeddings}): lower --max-model-len"
-        )
-    return limits
-
-
-def _new_cache(config: EngineConfig, loaded: LoadedModel) -> LatentCache:
-    model_config, dtype = loaded.config, loaded.model.dtype
-    row_bytes = loaded.num_cache_layers * model_config.cache_row_width * dtype.itemsize
-    num_blocks = count_blocks(config, block_bytes=row_bytes * BLOCK_TOKENS)
-    return LatentCache(
-        num_layers=loaded.num_cache_layers,
-        num_blocks=num_blocks,
-        row_width=model_config.cache_row_width,
-        dtype=dtype,
-        device=config.device.device,
-    )
-
-
-def count_blocks(config: EngineConfig, *, block_bytes: int) -> int:
-    """Return the blocks that fit: into the given memory, or as many as all requests can use.
-
-    Raises StartupError when there is no room for one.
-    """
-    limits, given_bytes = config.scheduler, config.device.kv_cache_memory_bytes
-    num_usable = limits.max_num_seqs * -(-limits.max_model_len // BLOCK_TOKENS)
-    free_bytes = min(int(available_memory_bytes() * SHARE_OF_FREE_MEMORY), DEFAULT_CACHE_BYTES)
-    num_blocks = given_bytes // block_bytes if given_bytes else free_bytes // block_bytes
-    if num_blocks < 1:
-        raise StartupError(
-            f"the KV cache has {given_bytes or free_bytes} bytes and one block of {BLOCK_TOKENS} "
-            f"tokens takes {block_bytes}: give it more with --kv-cache-memory"
-        )
-    return num_blocks if given_bytes else min(num_blocks, num_usable)
-
-
-def available_memory_bytes() -> int:
-    """Return the memory that new pages may take without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return kib * 1024
-
-
 # -- the engine ---------------------------------------------------------------------------------
 
 
@@ -409,7 +354,6 @@ def _new_scheduler(
     journal: BinaryIO | None,
 ) -> Scheduler:
     prefix_seed = f"{loaded.folder}/{config.source}".encode()
-    num_lookback_tokens = NUM_LOOKBACK_TOKENS if loaded.mtp is not None else 0
     if journal is None:
         return Scheduler(
             config.scheduler,
@@ -417,7 +361,7 @@ def _new_scheduler(
             eos_token_ids=eos_token_ids,
             prefix_seed=prefix_seed,
             block_tokens=BLOCK_TOKENS,
-            num_lookback_tokens=num_lookback_tokens,
+            num_lookback_tokens=len(loaded.mtp),
         )
     return RecordedScheduler(
         config.scheduler,
@@ -426,7 +370,7 @@ def _new_scheduler(
         eos_token_ids=eos_token_ids,
         prefix_seed=prefix_seed,
         block_tokens=BLOCK_TOKENS,
-        num_lookback_tokens=num_lookback_tokens,
+        num_lookback_tokens=len(loaded.mtp),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from whalepod.server.codec import decode, encode
-from whalepod.server.errors import EngineLost, RequestRejected
+from whalepod.server.errors import EngineLost, RequestRejected, RequestWithdrawn
 from whalepod.server.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -27,6 +27,7 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     SequenceOutput,
     Shutdown,
     Stats,
@@ -34,6 +35,8 @@ from whalepod.server.messages import (
     Submit,
     ToEngine,
     ToGateway,
+    Withdraw,
+    Withdrawn,
 )
 from whalepod.server.outputs import join_outputs
 
@@ -77,6 +80,12 @@ class EngineServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context)
         self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def wake_on(self, descriptor: int) -> None:
+        """Let a readable file descriptor, too, end the sleep of `receive`."""
+        self._poller.register(descriptor, zmq.POLLIN)
 
     def receive(self, *, wait: bool) -> list[ToEngine]:
         """Return the messages that have come; with `wait` sleep up to `poll_s` for the first.
@@ -84,7 +93,7 @@ class EngineServer:
         A frame that is no message of the gateway is logged and dropped.
         """
         messages: list[ToEngine] = []
-        if wait and not self._socket.poll(self._poll_ms):
+        if wait and not self._poller.poll(self._poll_ms):
             return messages
         with suppress(zmq.Again):
             while len(messages) < MAX_RECEIVED_AT_ONCE:
@@ -114,7 +123,7 @@ def _decode_or_none(frame: bytes) -> ToEngine | None:
     except MessageError as error:
         logger.error("dropped a frame of the gateway: %s", error)
         return None
-    if isinstance(message, Submit | Abort | Ping | Shutdown):
+    if isinstance(message, Submit | Abort | Withdraw | Ping | ResetPrefixCache | Shutdown):
         return message
     logger.error("dropped a %s: the gateway does not send these", type(message).__name__)
     return None
@@ -197,7 +206,7 @@ class EngineChannel:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail("the server is stopping")
+        self._fail("the server is stopping", is_fault=False)
         self._async_socket.close()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
@@ -215,6 +224,11 @@ class EngineChannel:
     def stats(self) -> Stats:
         """The newest counters that the engine sent."""
         return self._stats
+
+    @property
+    def rank_stats(self) -> Mapping[int, Stats]:
+        """The same: this is the only rank."""
+        return {0: self._stats}
 
     @property
     def failure(self) -> str | None:
@@ -250,6 +264,12 @@ class EngineChannel:
             if num_live and not mailbox.has_failed:
                 self._send(Abort(request_id=request_id))
 
+    def withdraw(self, request_id: str) -> None:
+        """Ask for a request back that may not have begun: its reader raises RequestWithdrawn if
+        so, and hears nothing otherwise."""
+        if request_id in self._mailboxes and self._failure is None:
+            self._send(Withdraw(request_id=request_id))
+
     async def ping(self, timeout_s: float) -> Stats:
         """Return fresh counters from the engine loop itself; EngineLost after `timeout_s`."""
         self._check_well()
@@ -265,6 +285,15 @@ class EngineChannel:
             raise EngineLost(f"the engine's loop did not answer within {timeout_s} s") from None
         finally:
             del self._pings[nonce]
+
+    def fail(self, reason: str) -> None:
+        """Give the engine up: all who wait for it raise EngineLost."""
+        self._fail(reason)
+
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget cached texts; a ping behind it tells when it has."""
+        self._check_well()
+        self._send(ResetPrefixCache())
 
     def _check_well(self) -> None:
         if self._failure is not None:
@@ -306,15 +335,20 @@ class EngineChannel:
             case Rejected():
                 if (mailbox := self._mailboxes.get(message.request_id)) is not None:
                     mailbox.fail(RequestRejected(message.code, message.message))
+            case Withdrawn():
+                if (mailbox := self._mailboxes.get(message.request_id)) is not None:
+                    mailbox.fail(RequestWithdrawn(message.request_id))
             case EngineFailed():
                 self._fail(message.message)
             case _:
                 logger.error("dropped a %s of the engine", type(message).__name__)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, is_fault: bool = True) -> None:
         """Mark the engine lost, once: all who wait for it raise EngineLost."""
         if self._failure is not None:
             return
+        if is_fault:  # clients are not told
+            logger.error("the engine is lost: %s", reason)
         self._failure = reason
         for mailbox in self._mailboxes.values():
             if not mailbox.has_failed:

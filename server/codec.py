@@ -27,11 +27,14 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     Shutdown,
     StepOutputs,
     Submit,
     ToEngine,
     ToGateway,
+    Withdraw,
+    Withdrawn,
 )
 
 T = TypeVar("T")
@@ -41,7 +44,8 @@ Encoder = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ..
 MESSAGE_TYPES: Mapping[str, type] = {
     cls.__name__: cls
     for cls in (
-        Submit, Abort, Ping, Shutdown, EngineInfo, StepOutputs, Rejected, Pong, EngineFailed,
+        Submit, Abort, Withdraw, Ping, ResetPrefixCache, Shutdown,
+        EngineInfo, StepOutputs, Rejected, Withdrawn, Pong, EngineFailed,
     )
 }  # fmt: skip
 _REQUIRED: Any = object()

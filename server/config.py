@@ -21,6 +21,10 @@ class ModelSource:
     model: Annotated[str, "checkpoint folder, preset or Hugging Face id"] = "tiny"
     revision: Annotated[str | None, "branch, tag or commit of a Hugging Face id"] = None
     dtype: Annotated[DtypeName, "auto: fp32 for `tiny`, else what the checkpoint says"] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8"],
+        "int8: half the memory, up to twice the speed, a little less exact",
+    ] = "none"
     load_format: Annotated[Literal["auto", "dummy"], "dummy: seeded random weights"] = "auto"
     seed: Annotated[int, "seed of dummy weights and of requests without one"] = 0
 
@@ -44,6 +48,34 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How many ranks serve the model together, and how they reach each other."""
+
+    expert_parallel_size: Annotated[
+        int, "ranks that the experts are spread over; each has its own requests and KV cache"
+    ] = 1
+    all2all_backend: Annotated[
+        Literal["auto", "shm", "gloo", "cuda_ipc", "nvshmem"],
+        "what carries rows between ranks; auto: the fastest that reaches all of them",
+    ] = "auto"
+    dispatch_timeout_s: Annotated[
+        float, "a rank that is so late in a layer is suspect; a step's gather waits eight times"
+    ] = 10.0
+    rank_return_timeout_s: Annotated[
+        float, "how long requests wait for a lost rank to come back before they end with a 503"
+    ] = 60.0
+
+    def __post_init__(self) -> None:
+        if self.expert_parallel_size < 1:
+            raise ValueError(
+                f"expert_parallel_size must be at least 1, got {self.expert_parallel_size}"
+            )
+        for name in ("dispatch_timeout_s", "rank_return_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One engine: a model on a device, and the limits of its scheduler."""
 
@@ -51,6 +83,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
     record: Annotated[str | None, "write every engine input to this file, for replay"] = None
 
@@ -62,11 +95,21 @@ class GatewayConfig:
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on"] = 8000
     api_key: Annotated[tuple[str, ...], "accepted keys; none: no key is asked for"] = ()
+    api_key_file: Annotated[str | None, "file with more accepted keys, one a line"] = None
+    cors_allow_origin: Annotated[
+        tuple[str, ...], "origins whose pages may use this server; none: no other origin's"
+    ] = ()
+    admin_port: Annotated[int, "port of the admin routes; 0: there are none"] = 0
+    admin_host: Annotated[str, "address of the admin routes"] = "127.0.0.1"
+    admin_key: Annotated[tuple[str, ...], "keys that open the admin routes"] = ()
     served_model_name: Annotated[tuple[str, ...], "names that requests may use"] = ()
     chat_template: Annotated[str | None, "file that replaces the checkpoint's template"] = None
     reasoning_parser: Annotated[str, "auto: what the chat template's model family needs"] = "auto"
     tool_call_parser: Annotated[str, "auto: what the chat template's model family needs"] = "auto"
     max_body_bytes: Annotated[int, "largest accepted request body"] = 4 * 1024 * 1024
+    request_timeout_s: Annotated[float, "longest time of one request; 0: any"] = 3600.0
+    drain_timeout_s: Annotated[float, "time that a stopping server gives to live requests"] = 30.0
+    sse_keep_alive_interval_s: Annotated[float, "a silent stream pings this often"] = 15.0
     ready_timeout_s: Annotated[float, "deadline for the engine to answer /ready"] = 5.0
     enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
     test_script: Annotated[str | None, "JSONL file of answers to requests without test_steps"] = (
@@ -74,8 +117,22 @@ class GatewayConfig:
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port must be in 0..65535, got {self.port}")
+        for name in ("port", "admin_port"):
+            if not 0 <= (port := getattr(self, name)) <= 65535:
+                raise ValueError(f"{name} must be in 0..65535, got {port}")
+        for name in ("request_timeout_s", "drain_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("sse_keep_alive_interval_s", "ready_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be over 0, got {getattr(self, name)}")
+        if bool(self.admin_port) != bool(self.admin_key):
+            raise ValueError(
+                f"admin_port ({self.admin_port}) and admin_key ({len(self.admin_key)} given) go "
+                "together: give both or none"
+            )
+        if self.admin_port and self.admin_port == self.port:
+            raise ValueError(f"admin_port and port must differ, both are {self.port}")
         if self.enable_test_hooks and self.host not in ("127.0.0.1", "localhost", "::1"):
             raise ValueError(
                 f"enable_test_hooks needs a loopback host, got {self.host!r}: drop one of the two"
@@ -84,3 +141,7 @@ class GatewayConfig:
             raise ValueError(
                 "test_script needs enable_test_hooks: add the second or drop the first"
             )
+
+    @property
+    def asks_for_key(self) -> bool:
+        return bool(self.api_key or self.api_key_file)

@@ -19,5 +19,9 @@ class EngineLost(Exception):
     """The engine process died or stopped answering; live requests are lost, new ones get a 503."""
 
 
+class RequestWithdrawn(Exception):
+    """The engine gave a request back before it began: it may run elsewhere."""
+
+
 class StartupError(Exception):
     """The server cannot start; the message is one sentence for the user (exit code 1)."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -43,7 +44,18 @@ class EngineProcess:
         start_timeout_s: float = START_TIMEOUT_S,
         stop_grace_s: float = STOP_GRACE_S,
         module: str = ENGINE_MODULE,
+        name: str = "the engine",
+        payload: bytes | None = None,
+        pass_fds: Sequence[int] = (),
+        shared_folder: Path | None = None,
     ) -> None:
+        """name: in messages for people; payload: what it reads on stdin, None: its configuration;
+        pass_fds: descriptors that it inherits; shared_folder: what it removes with its own if its
+        launcher is killed."""
+        self._shared_folder = shared_folder
+        self._name = name
+        self._payload = encode_value(config) if payload is None else payload
+        self._pass_fds = tuple(pass_fds)
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
@@ -52,6 +64,12 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        self.start()
+        self.wait_until_ready()
+        return self
+
+    def start(self) -> None:
+        """Start the process; `wait_until_ready` is to follow, `stop` ends it."""
         self._folder = tempfile.mkdtemp(prefix="whalepod-")  # 0700
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context)
@@ -59,11 +77,21 @@ class EngineProcess:
             address = f"ipc://{self._folder}/engine"
             self._socket.bind(address)
             self._process = self._spawn(address)
-            self._info = self._wait_until_ready(self._process)
         except BaseException:
             self.stop()
             raise
-        return self
+
+    def wait_until_ready(self, why_stop: Callable[[], str | None] = lambda: None) -> None:
+        """Return when the engine can serve. Raises StartupError, and leaves nothing behind.
+
+        why_stop  says why it is of no use to wait any longer; None: it is
+        """
+        assert self._process is not None, "the engine was not started"
+        try:
+            self._info = self._wait_until_ready(self._process, why_stop)
+        except BaseException:
+            self.stop()
+            raise
 
     def __exit__(
         self,
@@ -94,8 +122,29 @@ class EngineProcess:
         if code is None:
             return None
         if code < 0:
-            return f"the engine process was ended by {signal.Signals(-code).name}"
-        return f"the engine process ended with exit code {code}"
+            return f"{self._name} process was ended by {signal.Signals(-code).name}"
+        return f"{self._name} process ended with exit code {code}"
+
+    def last_words(self) -> str | None:
+        """Return why the engine could not start, if it has said so."""
+        if not self._socket.poll(0):
+            return None
+        try:
+            self._first_message()
+        except StartupError as error:
+            return str(error)
+        return None
+
+    def terminate(self) -> None:
+        """Ask the process to end; `stop` waits for it."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does, and wait until it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def stop(self) -> None:
         """End the process (SIGTERM, after a grace SIGKILL) and remove the folder."""
@@ -104,17 +153,19 @@ class EngineProcess:
             try:
                 self._process.wait(self._stop_grace_s)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                self.kill()
         self._socket.close(linger=0)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _spawn(self, address: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", self._module]
+        if self._shared_folder is not None:
+            command += ["--shared-folder", str(self._shared_folder)]
         process = subprocess.Popen(
             [*command, "--address", address, "--parent-pid", str(os.getpid())],
             env=_environment(self._config.device.num_threads),
+            pass_fds=self._pass_fds,
             stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno(),  # the caller's stdout may be read by a program
             process_group=0,  # Ctrl-C reaches the gateway only, which then ends the engine
@@ -122,12 +173,14 @@ class EngineProcess:
         assert process.stdin is not None
         try:
             with process.stdin:
-                process.stdin.write(encode_value(self._config))
+                process.stdin.write(self._payload)
         except BrokenPipeError:
             pass  # it died at once: whoever waits for it says how
         return process
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> EngineInfo:
+    def _wait_until_ready(
+        self, process: subprocess.Popen[bytes], why_stop: Callable[[], str | None]
+    ) -> EngineInfo:
         deadline = time.monotonic() + self._start_timeout_s
         while time.monotonic() < deadline:
             has_ended = process.poll() is not None
@@ -135,18 +188,20 @@ class EngineProcess:
                 return self._first_message()
             if has_ended:
                 raise StartupError(f"{self.exit_reason()} before it was ready")
-        raise StartupError(f"the engine was not ready after {self._start_timeout_s:.0f} s")
+            if (reason := why_stop()) is not None:
+                raise StartupError(reason)
+        raise StartupError(f"{self._name} was not ready after {self._start_timeout_s:.0f} s")
 
     def _first_message(self) -> EngineInfo:
         try:
             message = decode(self._socket.recv())
         except MessageError as error:
-            raise StartupError(f"the engine sent what cannot be read: {error}") from error
+            raise StartupError(f"{self._name} sent what cannot be read: {error}") from error
         if isinstance(message, EngineInfo):
             return message
         if isinstance(message, EngineFailed):
             raise StartupError(message.message)
-        raise StartupError(f"the engine began with a {type(message).__name__}")
+        raise StartupError(f"{self._name} began with a {type(message).__name__}")
 
 
 def _environment(num_threads: int) -> dict[str, str]:

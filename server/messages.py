@@ -41,10 +41,22 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """Gateway to engine: give a request back if it has not begun; answered by `Withdrawn` then."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
     """Gateway to engine: answered by the engine loop itself, between two steps."""
 
     nonce: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetPrefixCache:
+    """Gateway to engine: forget all cached texts that no live request uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +80,10 @@ class EngineInfo:
     weights_bytes: int
     kv_bytes_per_token: int
     load_seconds: float
+    expert_bytes: int = 0
+    """Of the routed experts that are loaded here."""
+    num_ranks: int = 1
+    """Ranks that the experts are spread over."""
     speculation: str = "off"
     """Who drafts and how many tokens, for people: "mtp, adaptive up to 4"."""
 
@@ -83,6 +99,8 @@ class SequenceOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     num_cached_tokens: int = 0
+    queue_us: int = 0
+    """Time from the request's arrival in the engine to its admission."""
     finish_reason: str | None = None
     stop_token_id: int | None = None
     num_accepted_drafts: int = 0
@@ -116,6 +134,8 @@ class Stats:
     num_accepted_by_position: tuple[int, ...] = ()
     num_speculative_tokens: int = 0
     """Drafts that each row of the last step was asked for."""
+    waited_ms: tuple[int, ...] = ()
+    """For each rank of the group, how long this one has waited for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +157,13 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn:
+    """Engine to gateway: the request was still queued and is forgotten."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pong:
     nonce: int
     stats: Stats
@@ -149,8 +176,8 @@ class EngineFailed:
     message: str
 
 
-ToEngine: TypeAlias = Submit | Abort | Ping | Shutdown
-ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Pong | EngineFailed
+ToEngine: TypeAlias = Submit | Abort | Withdraw | Ping | ResetPrefixCache | Shutdown
+ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Withdrawn | Pong | EngineFailed
 
 
 class MessageError(ValueError):

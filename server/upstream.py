@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
 from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
@@ -22,6 +22,11 @@ class Upstream(Protocol):
         ...
 
     @property
+    def rank_stats(self) -> Mapping[int, Stats]:
+        """The newest counters of each rank, by rank; one engine is rank 0."""
+        ...
+
+    @property
     def failure(self) -> str | None:
         """Why the engine is lost, or None while it is well."""
         ...
@@ -32,6 +37,13 @@ class Upstream(Protocol):
         Closing the iterator early (a client that left, a stop string) aborts the request in the
         engine and frees its blocks. Raises RequestRejected when the engine refuses the request and
         EngineLost when it dies.
+        """
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget the cached texts that no live request uses, before the next ping.
+
+        Raises EngineLost when it is lost already.
         """
         ...
 

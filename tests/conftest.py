@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["pytester", "tests.ci_rules"]
+
 settings.register_profile(
     "quick",
     max_examples=50,

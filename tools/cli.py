@@ -17,7 +17,13 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 import whalepod
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.server.config import DeviceConfig, EngineConfig, GatewayConfig, ModelSource
+from whalepod.server.config import (
+    DeviceConfig,
+    EngineConfig,
+    GatewayConfig,
+    ModelSource,
+    ParallelConfig,
+)
 from whalepod.server.errors import StartupError
 from whalepod.tools.bench.config import (
     BenchServeConfig,
@@ -28,19 +34,28 @@ from whalepod.tools.bench.config import (
 )
 from whalepod.tools.bench.decode import DecodeConfig
 from whalepod.tools.bench.ep import EpConfig
+from whalepod.tools.bench.prefill import PrefillConfig
 from whalepod.tools.client import ClientError
+from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
 from whalepod.tools.doctor import DoctorConfig
-from whalepod.tools.flags import UsageError, add_command, read_config_file
+from whalepod.tools.flags import Flag, UsageError, add_command, flags_of, read_config_file
 from whalepod.tools.ps import PsConfig
 from whalepod.tools.serve import ServeOptions
 from whalepod.tools.terminal import ChatConfig, CompleteConfig, Sampling, ServerAddress
 
-GROUPS: dict[type, str] = {
+GROUPS: dict[type | str, str] = {
     ModelSource: "Model",
     DeviceConfig: "Device",
     SchedulerConfig: "Scheduler",
     SpeculationConfig: "Speculation",
+    ParallelConfig: "Parallel",
     GatewayConfig: "Server",
+    **dict.fromkeys(("api_key", "api_key_file", "cors_allow_origin"), "Access"),
+    **dict.fromkeys(("admin_port", "admin_host", "admin_key"), "Access"),
+    **dict.fromkeys(("reasoning_parser", "tool_call_parser", "chat_template"), "Answers"),
+    **dict.fromkeys(("max_body_bytes", "request_timeout_s", "drain_timeout_s"), "Limits"),
+    **dict.fromkeys(("sse_keep_alive_interval_s", "ready_timeout_s"), "Limits"),
+    **dict.fromkeys(("enable_test_hooks", "test_script", "record"), "Debugging"),
     ServerAddress: "Server",
     TargetConfig: "Server",
     WorkloadConfig: "Workload",
@@ -48,11 +63,33 @@ GROUPS: dict[type, str] = {
     ReportConfig: "Report",
     DecodeConfig: "Measurement",
     EpConfig: "Measurement",
+    PrefillConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
     ServeOptions: "Command line",
+    CheckOptions: "Command line",
 }
 CLIENT_ENV = ("url", "api_key")
+SERVE_CONFIGS = (EngineConfig, GatewayConfig, ServeOptions)
+
+COMMANDS = frozenset(
+    [
+        "serve",
+        "config",
+        "check",
+        "flags",
+        "completion",
+        "bench",
+        "decode",
+        "chat",
+        "complete",
+        "ps",
+        "doctor",
+        "synth",
+        "replay",
+    ]
+)
+"""Words that an error's hint repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +103,11 @@ class SynthConfig:
     layers: Annotated[int | None, "cut to this many layers; the last stays a mixture"] = None
     experts: Annotated[int | None, "cut to this many routed experts"] = None
     shard_mib: Annotated[int, "most MiB of one file, and about the memory needed"] = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionConfig:
+    shell: Annotated[Literal["bash", "zsh", "fish"], "the shell to complete for"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +126,26 @@ def serve(engine: EngineConfig, gateway: GatewayConfig, options: ServeOptions) -
     from whalepod.tools.serve import serve as run
 
     return run(engine, gateway)
+
+
+def list_flags(options: FlagsOptions) -> int:
+    """Find flags of `whalepod serve` by a word: name, environment variable, meaning.
+
+    For example `whalepod flags cache`.
+    """
+    from whalepod.tools.config_check import list_flags as run
+
+    return run(serve_flags().values(), options)
+
+
+def serve_flags() -> dict[str, Flag]:
+    """Return the flags of `whalepod serve` by field name."""
+    flags: dict[str, Flag] = {}
+    for config in SERVE_CONFIGS:
+        flags |= {
+            name: flag for name, flag in flags_of(config, GROUPS).items() if name not in flags
+        }
+    return flags
 
 
 def bench_serve(config: BenchServeConfig) -> int:
@@ -139,6 +201,16 @@ def doctor(config: DoctorConfig) -> int:
     return run(config)
 
 
+def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:
+    """Measure how fast prompts are computed, against the limits of this machine.
+
+    MODEL is a checkpoint folder, a preset or a Hugging Face id. No server is needed.
+    """
+    from whalepod.tools.bench.prefill import bench_prefill as run
+
+    return run(engine, config)
+
+
 def chat(config: ChatConfig) -> int:
     """Chat with a running server in the terminal.
 
@@ -181,6 +253,7 @@ def replay(config: ReplayConfig) -> int:
 
 def make_app() -> App:
     """Build the command tree. Imports no torch, no transformers, no web framework."""
+    sources = Sources()
     app = App(
         name="whalepod",
         help="Serve DeepSeek-V3-style models behind an OpenAI-compatible API.\n\n"
@@ -189,20 +262,19 @@ def make_app() -> App:
         "--debug shows the traceback of an error.",
         help_format="plaintext",
         version=whalepod.__version__,
-        config=read_config_file,
+        config=(read_config_file, sources),
         result_action="return_value",
     )
     app["--help"].group = app["--version"].group = "Options"
     add_command(
         app,
         serve,
-        EngineConfig,
-        GatewayConfig,
-        ServeOptions,
+        *SERVE_CONFIGS,
         name="serve",
         groups=GROUPS,
         positional=("model",),
     )
+    _add_configuration_commands(app, sources)
     bench = App(name="bench", help="Measure a server.", help_format="plaintext")
     app.command(bench)
     add_command(
@@ -219,6 +291,16 @@ def make_app() -> App:
         env_fields=(),
     )
     add_command(bench, bench_ep, EpConfig, name="ep", groups=GROUPS, env_fields=())
+    add_command(
+        bench,
+        bench_prefill,
+        EngineConfig,
+        PrefillConfig,
+        name="prefill",
+        groups=GROUPS,
+        positional=("model",),
+        env_fields=(),
+    )
     add_command(app, chat, ChatConfig, name="chat", groups=GROUPS, env_fields=CLIENT_ENV)
     add_command(
         app,
@@ -234,6 +316,51 @@ def make_app() -> App:
     add_command(app, synth, SynthConfig, name="synth", positional=("shape", "out"), env_fields=())
     add_command(app, replay, ReplayConfig, name="replay", positional=("file",), env_fields=())
     return app
+
+
+def _add_configuration_commands(app: App, sources: Sources) -> None:
+    """Add `config check`, `flags` and `completion`."""
+
+    def config_check(
+        engine: EngineConfig, gateway: GatewayConfig, options: ServeOptions, how: CheckOptions
+    ) -> int:
+        """Check what `whalepod serve` would get, and say where each value comes from.
+
+        Takes the flags of `whalepod serve`, reads the environment and the --config file as it
+        does, and starts nothing. An unknown key of the file is refused by its name.
+        """
+        from whalepod.tools.config_check import check as run
+
+        return run(serve_flags(), (engine, gateway, options), sources, how)
+
+    def completion(config: CompletionConfig) -> int:
+        """Print a script that completes commands and flags.
+
+        For bash: whalepod completion bash > ~/.local/share/bash-completion/completions/whalepod
+        """
+        print(app.generate_completion(prog_name="whalepod", shell=config.shell))
+        return 0
+
+    config = App(name="config", help="Look at the configuration.", help_format="plaintext")
+    app.command(config)
+    add_command(
+        config,
+        config_check,
+        *SERVE_CONFIGS,
+        CheckOptions,
+        name="check",
+        groups=GROUPS,
+        positional=("model",),
+    )
+    add_command(app, list_flags, FlagsOptions, name="flags", positional=("word",), env_fields=())
+    add_command(
+        app,
+        completion,
+        CompletionConfig,
+        name="completion",
+        positional=("shell",),
+        env_fields=(),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -268,7 +395,7 @@ def _sentence(error: Exception) -> str:
 def _command(words: Sequence[str]) -> str:
     names = []
     for word in words[:2]:
-        if word not in ("serve", "bench", "chat", "complete", "ps", "doctor", "synth", "replay"):
+        if word not in COMMANDS:
             break
         names.append(word)
     return " ".join(["whalepod", *names])

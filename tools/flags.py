@@ -27,6 +27,8 @@ ENV_PREFIX = "WHALEPOD_"
 UNIT_SUFFIXES = ("_bytes", "_s")
 """Units that a field name carries and its flag does not: `--kv-cache-memory 2G`."""
 CHOICE_ALIASES = {"float32": "fp32", "bfloat16": "bf16"}
+FLAG_ALIASES = {"expert-parallel-size": "ep"}
+"""Short names of flags."""
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SCALES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = re.compile(r"([+-]?[0-9_]+(?:\.[0-9]+)?)\s*([kmgtKMGT]?)(?:i?B)?")
@@ -59,7 +61,11 @@ class Flag:
         return ENV_PREFIX + self.name.replace("-", "_").upper()
 
 
-def flags_of(config: type, groups: Mapping[type, str]) -> dict[str, Flag]:
+Groups = Mapping[type | str, str]
+"""The help groups of dataclasses, and of single fields by their names."""
+
+
+def flags_of(config: type, groups: Groups) -> dict[str, Flag]:
     """List the flags of a dataclass and of the dataclasses in it, by field name, in order."""
     flags: dict[str, Flag] = {}
     hints = get_type_hints(config, include_extras=True)
@@ -69,7 +75,8 @@ def flags_of(config: type, groups: Mapping[type, str]) -> dict[str, Flag]:
             nested = flags_of(hint, groups)
             flags |= {name: flag for name, flag in nested.items() if name not in flags}
         elif field.name not in flags:
-            flags[field.name] = _flag(field, hint, groups.get(config, "Options"))
+            group = groups.get(field.name) or groups.get(config, "Options")
+            flags[field.name] = _flag(field, hint, group)
     return flags
 
 
@@ -105,7 +112,7 @@ def add_command(
     run: Callable[..., int | None],
     *configs: type,
     name: str,
-    groups: Mapping[type, str] | None = None,
+    groups: Groups | None = None,
     positional: Sequence[str] = (),
     env_fields: Sequence[str] | None = None,
 ) -> None:
@@ -151,7 +158,7 @@ def _parameter(flag: Flag, group: Group, *, positional: bool, env: bool) -> insp
     required = flag.default is dataclasses.MISSING
     is_bool = flag.type is bool
     parameter = Parameter(
-        name=None if positional and required else f"--{flag.name}",
+        name=None if positional and required else _names(flag),
         help=flag.help,
         group=group,
         env_var=flag.env if env else None,
@@ -167,6 +174,11 @@ def _parameter(flag: Flag, group: Group, *, positional: bool, env: bool) -> insp
         default=kinds.empty if required else flag.default,
         annotation=Annotated[flag.type, parameter],
     )
+
+
+def _names(flag: Flag) -> tuple[str, ...]:
+    alias = FLAG_ALIASES.get(flag.name)
+    return (f"--{flag.name}",) + ((f"--{alias}",) if alias else ())
 
 
 def _converter(kind: Any) -> Callable[[Any, Sequence[Token]], Any] | None:

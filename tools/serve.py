@@ -15,6 +15,7 @@ from whalepod.server.config import EngineConfig, GatewayConfig
 from whalepod.server.errors import StartupError
 
 if TYPE_CHECKING:
+    from whalepod.server.cluster.launch import RankGroup
     from whalepod.server.gateway.tokenizer import TextTokenizer
     from whalepod.server.launch import EngineProcess
     from whalepod.server.messages import EngineInfo
@@ -31,7 +32,6 @@ class ServeOptions:
 def serve(engine: EngineConfig, gateway: GatewayConfig) -> int:
     """Start both processes and serve until a signal. Raises StartupError, one sentence."""
     from whalepod.models.source import SourceError, resolve_model
-    from whalepod.server.launch import EngineProcess
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the report below says it all
@@ -44,30 +44,44 @@ def serve(engine: EngineConfig, gateway: GatewayConfig) -> int:
         )
     except SourceError as error:
         raise StartupError(str(error)) from error
+    family = parsers_of(gateway, folder)
     gateway = replace(
         gateway, served_model_name=gateway.served_model_name or (model_name(source.model),)
     )
     # the gateway's imports and tokenizer take as long as a small model: load both at once
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(_load_tokenizer, folder, gateway.chat_template)
-        with EngineProcess(engine) as process:
-            print(start_report(gateway, process.info, tokenizer.result().has_chat_template))
+        with _new_process(engine) as process:
+            print(start_report(gateway, process.info, family))
             _warn_if_open(gateway)
             sys.stdout.flush()
             _run_gateway(gateway, process, tokenizer.result(), folder)
     return 0
 
 
+def _new_process(engine: EngineConfig) -> EngineProcess | RankGroup:
+    """Return the one engine, or the ranks, that serve; not started yet."""
+    from whalepod.server.cluster.launch import RankGroup
+    from whalepod.server.launch import EngineProcess
+
+    return EngineProcess(engine) if engine.parallel.expert_parallel_size == 1 else RankGroup(engine)
+
+
 def claim_port(gateway: GatewayConfig) -> GatewayConfig:
     """Fail now, not after minutes of loading, if the port is taken; settle what port 0 means."""
+    if gateway.admin_port:
+        _claim(gateway.admin_host, gateway.admin_port, "--admin-port or --admin-host")
+    return replace(gateway, port=_claim(gateway.host, gateway.port, "--port or --host"))
+
+
+def _claim(host: str, port: int, flags: str) -> int:
     from whalepod.tools.machine import bind_port
 
     try:
-        return replace(gateway, port=bind_port(gateway.host, gateway.port))
+        return bind_port(host, port)
     except OSError as error:
         raise StartupError(
-            f"cannot listen on {gateway.host} port {gateway.port}: {error.strerror}; choose "
-            "another with --port or --host"
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another with {flags}"
         ) from error
 
 
@@ -76,8 +90,31 @@ def model_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def start_report(gateway: GatewayConfig, info: EngineInfo, has_chat_template: bool) -> str:
-    """Say on one screen what is served, how much fits, and how to try it."""
+def parsers_of(gateway: GatewayConfig, folder: Path) -> str | None:
+    """Name the family that divides answers; None: the model has no chat template.
+
+    Raises StartupError for a parser that does not fit: now, not after minutes of loading.
+    """
+    from whalepod.server.gateway.chat_template import read_chat_template
+    from whalepod.server.gateway.families.registry import choose_family
+
+    override = Path(gateway.chat_template) if gateway.chat_template else None
+    template = read_chat_template(folder, override)
+    family = choose_family(
+        template,
+        reasoning_parser=gateway.reasoning_parser,
+        tool_call_parser=gateway.tool_call_parser,
+    )
+    if family is not None:
+        return family.name
+    return None if template is None else "none (answers are plain text)"
+
+
+def start_report(gateway: GatewayConfig, info: EngineInfo, family: str | None) -> str:
+    """Say on one screen what is served, how much fits, and how to try it.
+
+    family  who parses chats, for people; None: the model has no chat template
+    """
     name = gateway.served_model_name[0]
     num_tokens = info.num_blocks * info.block_tokens
     fitting = num_tokens / info.max_model_len
@@ -88,12 +125,17 @@ def start_report(gateway: GatewayConfig, info: EngineInfo, has_chat_template: bo
         f"{_size(num_tokens * info.kv_bytes_per_token)}",
         "at once": f"{info.max_num_seqs} requests; the cache holds {fitting:.1f} of "
         f"{info.max_model_len:,} tokens",
+        "drafts": info.speculation,
+        "parsers": family or "none (no chat template: use /v1/completions)",
+        "keys": "asked for" if gateway.asks_for_key else "none",
         "ready in": f"{info.load_seconds:.1f} s",
         "url": f"{base_url(gateway)}  (docs at /docs)",
     }
+    if gateway.admin_port:
+        rows["admin"] = f"http://{gateway.admin_host}:{gateway.admin_port}"
     lines = [f"whalepod {whalepod.__version__}"]
     lines += [f"  {title:<9} {text}" for title, text in rows.items()]
-    return "\n".join([*lines, "", "Try:", example(gateway, name, has_chat_template), ""])
+    return "\n".join([*lines, "", "Try:", example(gateway, name, family is not None), ""])
 
 
 def example(gateway: GatewayConfig, name: str, has_chat_template: bool) -> str:
@@ -102,7 +144,7 @@ def example(gateway: GatewayConfig, name: str, has_chat_template: bool) -> str:
     if has_chat_template:
         route, question = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
     body = json.dumps({"model": name, **question})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if gateway.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if gateway.asks_for_key else ""
     return (
         f"  curl {base_url(gateway)}/v1/{route}{key} \\\n"
         f"    -H 'Content-Type: application/json' -d '{body}'"
@@ -123,7 +165,10 @@ def _load_tokenizer(folder: Path, chat_template: str | None) -> TextTokenizer:
 
 
 def _run_gateway(
-    gateway: GatewayConfig, process: EngineProcess, tokenizer: TextTokenizer, folder: Path
+    gateway: GatewayConfig,
+    process: EngineProcess | RankGroup,
+    tokenizer: TextTokenizer,
+    folder: Path,
 ) -> None:
     import uvloop
 
@@ -140,7 +185,7 @@ def _run_gateway(
 
 
 def _warn_if_open(gateway: GatewayConfig) -> None:
-    if gateway.host not in _LOOPBACK and not gateway.api_key:
+    if gateway.host not in _LOOPBACK and not gateway.asks_for_key:
         _note(
             f"warning: anyone who reaches {gateway.host}:{gateway.port} may use this server; "
             "pass --api-key KEY to ask for a key"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def hf_config(loops: Loops) -> DeepseekV3Config:
     """Build transformers' configuration, with the fast training paths chosen."""
     AttentionInterface.register("tiny_causal", partial(causal_attention, loops))
     ALL_EXPERTS_FUNCTIONS.register("tiny_padded", partial(padded_experts, loops))
-    config = DeepseekV3Config(**CONFIG)
+    config = DeepseekV3Config(**copy.deepcopy(CONFIG))  # it completes nested dicts in place
     config._attn_implementation = "tiny_causal"
     config._experts_implementation = "tiny_padded"
     return config

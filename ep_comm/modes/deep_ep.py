@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def open_buffer(process_group: Any, config: LowLatencyConfig, deep_ep: Any = Non
     """Make DeepEP's buffer for this configuration; RuntimeError if DeepEP is not installed."""
     if deep_ep is None:
         try:
-            import deep_ep  # type: ignore[import-not-found, no-redef]
+            deep_ep = import_module("deep_ep")
         except ImportError as error:
             raise RuntimeError(
                 f"DeepEP cannot be imported ({error}): install it, or choose another mode"

@@ -9,6 +9,7 @@ from whalepod.ep_comm.row_kernels.cache import compiled
 from whalepod.ep_comm.row_kernels.memory import (
     F32,
     add_scaled_row,
+    bits_to_f32,
     copy_bytes,
     copy_row,
     f32_at,
@@ -19,7 +20,6 @@ from whalepod.ep_comm.row_kernels.memory import (
     to_e4m3,
     u8_at,
 )
-from whalepod.kernels.cpu.simd import bits_to_f32
 
 _GROUP = 128
 _E4M3_MAX = np.float32(448.0)

@@ -115,6 +115,16 @@ def add_scaled_row(sums, row, kind, weight, length):
 
 
 @intrinsic
+def bits_to_f32(typingctx, bits):
+    """Reinterpret an int32 as f32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
 def next_power_of_two(typingctx, value):
     """Round a positive, normal f32 up to a power of two."""
 

@@ -14,7 +14,7 @@ from whalepod.ep_comm.transport.device import DeviceTransport, import_cupy
 from whalepod.ep_comm.transport.interface import Topology
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 _COPY_DEFAULT = 4
 """cudaMemcpyDefault: the driver finds out where both ends are."""

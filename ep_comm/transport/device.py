@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from whalepod.ep_comm.transport.interface import SignalWait, Topology, barrier_by_signals
 
@@ -57,7 +57,7 @@ class DeviceTransport(ABC):
         self._stream = cupy.cuda.Stream.null
         memory = cupy.cuda.UnownedMemory(address, heap_bytes, None, device)
         pointer = cupy.cuda.MemoryPointer(memory, 0)
-        self.heap: Tensor = torch.from_dlpack(cupy.ndarray((heap_bytes,), cupy.uint8, pointer))
+        self.heap: Tensor = from_dlpack(cupy.ndarray((heap_bytes,), cupy.uint8, pointer))
         self._set_kernel = cupy.RawKernel(SOURCE, "set_word")
         self._wait_kernel = cupy.RawKernel(SOURCE, "wait_word")
         self._pinned = cupy.cuda.alloc_pinned_memory(8)

@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from queue import SimpleQueue
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from whalepod.ep_comm.transport.interface import SignalWait, Topology, barrier_by_signals
 
@@ -44,7 +46,7 @@ _HEADER_WORDS = 3
 
 
 def connect(
-    store: dist.Store, rank: int, num_ranks: int, *, address: str | None = None
+    store: Store, rank: int, num_ranks: int, *, address: str | None = None
 ) -> dist.ProcessGroup:
     """Make a gloo group of its own, not the process's default one.
 
@@ -58,7 +60,8 @@ def connect(
         else dist.ProcessGroupGloo.create_device(hostname=address)
     )
     options._devices = [device]
-    return dist.ProcessGroupGloo(store, rank, num_ranks, options)  # type: ignore[no-any-return]
+    group: Any = dist.ProcessGroupGloo(store, rank, num_ranks, options)
+    return cast(dist.ProcessGroup, group)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from whalepod.ep_comm.transport.device import DeviceTransport, import_cupy
 from whalepod.ep_comm.transport.interface import Topology
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 SIGNAL_SET = 9
 MIN_VERSION = (0, 4)

@@ -1,5 +1,6 @@
-"""Kernels for CPUs: numba where call overhead dominates, oneDNN through torch where GEMMs do."""
+"""Kernels for CPUs: numba with the vector and matrix instructions that a machine has."""
 
-from whalepod.kernels.cpu.backend import INVARIANT_LIMITS, CpuKernels
+from whalepod.kernels.cpu.backend import CpuKernels
+from whalepod.kernels.cpu.int8_backend import Int8CpuKernels
 
-__all__ = ["INVARIANT_LIMITS", "CpuKernels"]
+__all__ = ["CpuKernels", "Int8CpuKernels"]

@@ -17,11 +17,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from whalepod.kernels.cpu.dense import dot_rows, mix_rows
+from whalepod.kernels.cpu.exponentials import exp_f32, exp_of_scores
 from whalepod.kernels.cpu.regions import Region, argument, argument_f64, finish, take, wait_for
+from whalepod.kernels.cpu.rows import dot_rows, mix_rows
 from whalepod.kernels.cpu.simd import (
     advance,
-    exp_f32,
     f32_pointer,
     i32_pointer,
     load,
@@ -88,10 +88,7 @@ def _attend_chunk(
     for head in range(num_heads):
         row, weights = advance(scores, head * CHUNK_TOKENS), advance(p, head * CHUNK_TOKENS)
         largest = row_max(row, num_keys) * scale
-        for i in range(num_keys):
-            value = exp_f32(load(row, i) * scale - largest)
-            store(row, i, value)
-            store(weights, i, value)
+        exp_of_scores(row, num_keys, scale, largest, weights)
         store(stats, 2 * head, largest)
         store(stats, 2 * head + 1, row_sum(row, num_keys))
     done = 0

@@ -1,134 +1,148 @@
-"""`CpuKernels`: which code serves which shape. Numba regions for few rows, oneDNN for many."""
+"""`CpuKernels`: the operations as regions; what each is given, and the memory that it works in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whalepod.kernels.cpu import attention, dense, elementwise, experts, gate
-from whalepod.kernels.cpu.packed import PackedExperts, PackedHeads, PackedLinear
+from whalepod.kernels.cpu import (
+    attention,
+    dense,
+    elementwise,
+    experts,
+    gate,
+    noise,
+    packing,
+    programs,
+)
+from whalepod.kernels.cpu.packed import PackedExperts, PackedLinear, Packer
 from whalepod.kernels.cpu.regions import Region, Team
+from whalepod.kernels.cpu.tiles import can_use_tiles
 from whalepod.kernels.interface import BLOCK_TOKENS, GateConfig
 
 MODEL_REGIONS = (
     dense.LINEAR,
-    dense.LINEAR_F32,
-    dense.HEADS,
+    gate.GATE,
+    programs.PROGRAM,
+    elementwise.EMBED,
     elementwise.RMS_NORM,
     elementwise.ADD_RMS_NORM,
     elementwise.SWIGLU,
     elementwise.ROPE,
     elementwise.WRITE_LATENT,
     experts.EXPERTS,
-    experts.COMBINE,
+    experts.GATED_MLP,
     attention.ATTENTION,
 )
 """Compiled for the model dtype."""
 
-F32_REGIONS = (dense.LINEAR_F32, gate.GATE, elementwise.GUMBEL_NOISE)
-"""Compiled for f32 whatever the model dtype; the router of a bf16 model has f32 weights."""
+F32_REGIONS = (noise.GUMBEL_NOISE, packing.PACK)
+"""Compiled for f32 whatever the model dtype."""
 
+MIN_TILE_ROWS = 4
+"""From so many rows on AMX is faster than AVX512-BF16, where a machine has both."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The most rows for which a numba region serves; beyond, oneDNN through torch."""
-
-    linear_rows: Mapping[torch.dtype, int]
-    heads_rows: int
-    rows_per_expert: int
-
-
-def measured_limits() -> Limits:
-    """Return where oneDNN overtakes, as measured (one core of a Sapphire-Rapids-class machine,
-    heavily shared, CPU time, November 2026; time of torch / time of numba):
-
-    rows of x                            1      2      4      8     16     32
-    linear bf16 4096 x 1024           1.67   1.50   1.53   1.10   0.86   0.40
-    linear bf16 1024 x 2048           1.76   1.68   1.65   1.09   0.92   0.41
-    linear bf16 256 x 256             3.08   4.26   2.95   2.24   1.43   0.50
-    linear f32 4096 x 1024            0.60   1.01   1.63   2.08   1.49   1.56
-    linear f32 256 x 256              0.78   0.87   0.99   1.19   1.46   1.14
-
-    oneDNN used AMX there; where it cannot, its bf16 GEMMs of few rows are three times slower.
-    """
-    has_amx = torch.cpu._is_amx_tile_supported()
-    return Limits(
-        linear_rows={torch.bfloat16: 8 if has_amx else 32, torch.float32: 64},
-        heads_rows=4,
-        rows_per_expert=16,
-    )
-
-
-_UNBOUNDED = 1 << 62
-
-INVARIANT_LIMITS = Limits(
-    linear_rows={torch.bfloat16: _UNBOUNDED, torch.float32: _UNBOUNDED},
-    heads_rows=_UNBOUNDED,
-    rows_per_expert=_UNBOUNDED,
-)
-"""Regions only: a row's bits then depend on the row alone, whatever the batch, chunks or threads.
-
-(`mla_prefill` still sums in torch's order: attend absorbed at any number of queries.)
-"""
+_NEVER = 1 << 62
+_ALIGNMENT = 64
+_BLOCK_GROUPS = 4
 
 
 class CpuKernels:
-    """`Kernels` on a CPU. See `whalepod.kernels.interface` for every contract."""
+    """`Kernels` on a CPU. See `whalepod.kernels.interface` for every contract.
 
-    name = "cpu"
+    is_invariant  a row's bits depend on the row alone, whatever the batch, the chunks, the threads
+    """
 
-    def __init__(self, *, num_threads: int | None = None, limits: Limits | None = None) -> None:
+    packed_layout: str | None = "panels-1"
+    REGIONS: tuple[Region, ...] = MODEL_REGIONS
+
+    def __init__(self, *, num_threads: int | None = None, is_invariant: bool = False) -> None:
+        self.name = "cpu, batch-invariant" if is_invariant else "cpu"
+        self._is_invariant = is_invariant
         self._team = Team(num_threads or torch.get_num_threads())
-        self._limits = limits or measured_limits()
+        # Tiles add in another order: a row's bits would depend on how many rows are beside it.
+        self._tile_rows = MIN_TILE_ROWS if not is_invariant and can_use_tiles() else _NEVER
+        self._packer = Packer(self._team)
+        self._programs = programs.Programs(self._team)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def warm_up(self, dtype: torch.dtype, progress: Callable[[int, int], None]) -> None:
         """Compile all regions for a model dtype; `progress(done, all)` is called along the way."""
-        regions = {(region, dtype): None for region in MODEL_REGIONS}
+        regions = {(region, dtype): None for region in self.REGIONS}
         regions |= {(region, torch.float32): None for region in F32_REGIONS}
         self._team.compile(list(regions), progress)
 
     def _run(self, region: Region, dtype: torch.dtype, num_items: int, *arguments: object) -> None:
         self._team.run(region, dtype, num_items, *arguments)
 
+    def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+        return self._programs.run(key, dtype, compute)
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory for what an operation makes; a program that is recorded keeps it."""
+        return self._programs.new(shape, dtype)
+
+    def _dense(self, x: Tensor) -> Tensor:
+        """Return the tensor with its last dimension contiguous."""
+        if x.stride(-1) == 1:
+            return x
+        assert not self._programs.is_recording, "a copy would not be repeated"
+        return x.contiguous()
+
     # -- dense ---------------------------------------------------------------------------------
 
+    def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
+        num_tokens, hidden = token_ids_T.shape[0], embedding_VH.shape[1]
+        out_TH = self._new((num_tokens, hidden), embedding_VH.dtype)
+        self._run(
+            elementwise.EMBED, out_TH.dtype, _items(num_tokens), num_tokens, hidden,
+            token_ids_T.data_ptr(), embedding_VH.data_ptr(), out_TH.data_ptr(),
+        )  # fmt: skip
+        return out_TH
+
     def pack_linear(self, weight_NK: Tensor) -> PackedLinear:
-        return PackedLinear(weight_NK)
+        return self._packer.linear(weight_NK.unsqueeze(0))
 
     def linear(self, x_TK: Tensor, weight: PackedLinear) -> Tensor:
-        num_rows = x_TK.shape[0]
-        if num_rows > self._limits.linear_rows[weight.dtype]:
-            return F.linear(x_TK, weight.tensor)
-        out_TN = torch.empty((num_rows, weight.num_columns), dtype=weight.dtype)
-        self._skinny(dense.LINEAR, x_TK, weight, out_TN)
+        out_TN = self._new((x_TK.shape[0], weight.num_columns), x_TK.dtype)
+        self._linear(x_TK.unsqueeze(1), weight, out_TN.unsqueeze(1))
         return out_TN
 
     def linear_f32(self, x_TK: Tensor, weight: PackedLinear) -> Tensor:
-        num_rows = x_TK.shape[0]
-        if weight.dtype == torch.float32:
-            return self.linear(x_TK, weight)
-        out_TN = torch.empty((num_rows, weight.num_columns), dtype=torch.float32)
-        self._skinny(dense.LINEAR_F32, x_TK, weight, out_TN)
+        out_TN = self._new((x_TK.shape[0], weight.num_columns), torch.float32)
+        self._linear(x_TK.unsqueeze(1), weight, out_TN.unsqueeze(1))
         return out_TN
 
-    def _skinny(self, region: Region, x_TK: Tensor, weight: PackedLinear, out_TN: Tensor) -> None:
-        if not out_TN.numel():
+    def pack_heads(self, weight_NAB: Tensor) -> PackedLinear:
+        return self._packer.linear(weight_NAB.transpose(1, 2))
+
+    def heads(self, x_TNA: Tensor, weight: PackedLinear) -> Tensor:
+        shape = (x_TNA.shape[0], weight.num_weights, weight.num_columns)
+        out_TNB = self._new(shape, x_TNA.dtype)
+        self._linear(x_TNA, weight, out_TNB)
+        return out_TNB
+
+    def _linear(self, x_TLK: Tensor, weight: PackedLinear, out_TLN: Tensor) -> None:
+        if not out_TLN.numel():
             return
-        x_TK = x_TK.contiguous()
+        x_TLK = self._dense(x_TLK)
+        num_rows = x_TLK.shape[0]
+        groups_per_item = _BLOCK_GROUPS if num_rows < 64 else 4 * _BLOCK_GROUPS
+        num_items = weight.num_weights * -(-weight.num_groups // groups_per_item)
         self._run(
-            region, weight.dtype, weight.num_items, x_TK.shape[0], weight.num_columns,
-            weight.length, x_TK.data_ptr(), weight.address, out_TN.data_ptr(),
-            weight.columns_per_item,
+            dense.LINEAR, x_TLK.dtype, num_items * -(-num_rows // dense.ROWS_PER_ITEM),
+            weight.num_weights, num_rows, weight.num_columns, weight.length, weight.num_groups,
+            groups_per_item, x_TLK.data_ptr(), x_TLK.stride(0), x_TLK.stride(1), weight.address,
+            weight.weight_stride, weight.group_stride, out_TLN.data_ptr(), out_TLN.stride(0),
+            out_TLN.stride(1), self._tile_rows, out_TLN.dtype == torch.float32,
         )  # fmt: skip
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         num_rows, length = x_TH.shape
-        out_TH = torch.empty((num_rows, length), dtype=x_TH.dtype)
+        out_TH = self._new((num_rows, length), x_TH.dtype)
         self._run(
             elementwise.RMS_NORM, x_TH.dtype, _items(num_rows), num_rows, length, x_TH.data_ptr(),
             x_TH.stride(0), weight_H.data_ptr(), out_TH.data_ptr(), eps,
@@ -139,7 +153,7 @@ class CpuKernels:
         self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         num_rows, length = x_TH.shape
-        out_TH, sum_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
+        out_TH, sum_TH = (self._new(x_TH.shape, x_TH.dtype) for _ in range(2))
         self._run(
             elementwise.ADD_RMS_NORM, x_TH.dtype, _items(num_rows), num_rows, length,
             x_TH.data_ptr(), residual_TH.data_ptr(), weight_H.data_ptr(), out_TH.data_ptr(),
@@ -149,25 +163,49 @@ class CpuKernels:
 
     def swiglu(self, gate_up_TJ: Tensor) -> Tensor:
         num_rows, width = gate_up_TJ.shape
-        out_TI = torch.empty((num_rows, width // 2), dtype=gate_up_TJ.dtype)
+        out_TI = self._new((num_rows, width // 2), gate_up_TJ.dtype)
         self._run(
             elementwise.SWIGLU, out_TI.dtype, _items(num_rows), num_rows, width // 2,
             gate_up_TJ.data_ptr(), out_TI.data_ptr(),
         )  # fmt: skip
         return out_TI
 
+    def packed_parts(
+        self, packed: PackedLinear | PackedExperts
+    ) -> tuple[list[Tensor], list[list[int]]]:
+        parts = [packed] if isinstance(packed, PackedLinear) else [packed.gate_up, packed.down]
+        return [p.tensor for p in parts], [[p.num_columns, p.length] for p in parts]
+
+    def unpack(self, tensors: list[Tensor], sizes: list[list[int]]) -> PackedLinear | PackedExperts:
+        parts = [PackedLinear(t, *size) for t, size in zip(tensors, sizes, strict=True)]
+        return parts[0] if len(parts) == 1 else PackedExperts(*parts)
+
     # -- attention -----------------------------------------------------------------------------
 
     def rope(self, x_TND: Tensor, positions_T: Tensor, cos_sin_SD: Tensor) -> Tensor:
+        out_TND = self._new(x_TND.shape, x_TND.dtype)
+        self._rope(self._dense(x_TND), positions_T, cos_sin_SD, out_TND)
+        return out_TND
+
+    def _rope(
+        self, x_TND: Tensor, positions_T: Tensor, cos_sin_SD: Tensor, out_TND: Tensor
+    ) -> None:
         num_tokens, num_heads, width = x_TND.shape
-        out_TND = torch.empty((num_tokens, num_heads, width), dtype=x_TND.dtype)
-        x_TND = x_TND if x_TND.stride(2) == 1 else x_TND.contiguous()
         self._run(
             elementwise.ROPE, x_TND.dtype, _items(num_tokens), num_tokens, num_heads, width,
             x_TND.data_ptr(), x_TND.stride(0), x_TND.stride(1), positions_T.data_ptr(),
-            cos_sin_SD.data_ptr(), out_TND.data_ptr(),
+            cos_sin_SD.data_ptr(), out_TND.data_ptr(), out_TND.stride(0), out_TND.stride(1),
         )  # fmt: skip
-        return out_TND
+
+    def absorb_queries(
+        self, q_TND: Tensor, w_uk: PackedLinear, positions_T: Tensor, cos_sin_SD: Tensor
+    ) -> Tensor:
+        num_tokens, num_heads, width = q_TND.shape
+        rope, rank = cos_sin_SD.shape[1], w_uk.num_columns
+        q_TNC = self._new((num_tokens, num_heads, rank + rope), q_TND.dtype)
+        self._linear(q_TND[..., : width - rope], w_uk, q_TNC[..., :rank])
+        self._rope(q_TND[..., width - rope :], positions_T, cos_sin_SD, q_TNC[..., rank:])
+        return q_TNC
 
     def write_latent(
         self,
@@ -200,8 +238,8 @@ class CpuKernels:
     ) -> tuple[Tensor, Tensor]:
         num_tokens, num_heads, width = q_TNC.shape
         num_requests, table_width = block_tables_BM.shape
-        out_TNR = torch.empty((num_tokens, num_heads, latent_rank), dtype=q_TNC.dtype)
-        lse_TN = torch.empty((num_tokens, num_heads), dtype=torch.float32)
+        out_TNR = self._new((num_tokens, num_heads, latent_rank), q_TNC.dtype)
+        lse_TN = self._new((num_tokens, num_heads), torch.float32)
         heads_per_item, num_chunks = attention.MAX_HEADS_PER_ITEM, 0
         if num_tokens < 4 * self._team.num_threads:
             heads_per_item //= 2
@@ -226,6 +264,11 @@ class CpuKernels:
     def mla_prefill(
         self, q_TND: Tensor, k_SND: Tensor, v_SNE: Tensor, softmax_scale: float
     ) -> Tensor:
+        if self._is_invariant:
+            raise NotImplementedError(
+                "batch-invariant kernels attend absorbed only: expanded attention sums in another "
+                "order (set absorbed_max_query_tokens to at least max_num_batched_tokens)"
+            )
         # Values as wide as the keys reach torch's flash kernel: 5 to 8 times faster than without.
         num_queries, num_keys = q_TND.shape[0], k_SND.shape[0]
         padding = q_TND.shape[2] - v_SNE.shape[2]
@@ -240,90 +283,109 @@ class CpuKernels:
         )
         return o[0, :, :, : v_SNE.shape[2]].transpose(0, 1).contiguous()
 
-    def pack_heads(self, weight_NAB: Tensor) -> PackedHeads:
-        return PackedHeads(weight_NAB)
-
-    def heads(self, x_TNA: Tensor, weight: PackedHeads) -> Tensor:
-        num_tokens = x_TNA.shape[0]
-        out_TNB = torch.empty((num_tokens, weight.num_heads, weight.width), dtype=x_TNA.dtype)
-        if num_tokens > self._limits.heads_rows:
-            torch.bmm(x_TNA.transpose(0, 1), weight.tensor, out=out_TNB.transpose(0, 1))
-            return out_TNB
-        x_TNA = x_TNA if x_TNA.stride(2) == 1 else x_TNA.contiguous()
-        self._run(
-            dense.HEADS, x_TNA.dtype, weight.num_heads if num_tokens else 0, num_tokens,
-            weight.num_heads, weight.length, weight.width, x_TNA.data_ptr(), x_TNA.stride(0),
-            x_TNA.stride(1), weight.address, *weight.strides, out_TNB.data_ptr(),
-        )  # fmt: skip
-        return out_TNB
-
     # -- mixture of experts --------------------------------------------------------------------
 
     def gate(
         self, logits_TE: Tensor, bias_E: Tensor | None, config: GateConfig
     ) -> tuple[Tensor, Tensor]:
+        return self._gate(torch.float32, logits_TE, (0,) * 5, 0, bias_E, config)
+
+    def pack_router(self, weight_EH: Tensor) -> PackedLinear:
+        return self._packer.linear(weight_EH.unsqueeze(0))
+
+    def route(
+        self, x_TH: Tensor, router: PackedLinear, bias_E: Tensor | None, config: GateConfig
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, hidden = x_TH.shape
+        logits_TE = self._new((num_tokens, router.num_columns), torch.float32)
+        product = (
+            hidden, x_TH.data_ptr(), router.address, router.group_stride, router.num_groups,
+        )  # fmt: skip
+        return self._gate(x_TH.dtype, logits_TE, product, num_tokens * hidden, bias_E, config)
+
+    def _gate(
+        self,
+        dtype: torch.dtype,
+        logits_TE: Tensor,
+        product: tuple[int, ...],
+        num_wide: int,
+        bias_E: Tensor | None,
+        config: GateConfig,
+    ) -> tuple[Tensor, Tensor]:
         num_tokens, num_experts = logits_TE.shape
         top_k, num_groups = config.num_experts_per_token, config.num_groups
-        ids_TK = torch.empty((num_tokens, top_k), dtype=torch.int64)
-        weights_TK = torch.empty((num_tokens, top_k), dtype=torch.float32)
+        ids_TK = self._new((num_tokens, top_k), torch.int64)
+        weights_TK = self._new((num_tokens, top_k), torch.float32)
+        wide = aligned(4 * num_tokens * (3 * num_experts + 2 * num_groups))
+        scratch = self._borrow(wide + 4 * num_wide)
         self._run(
-            gate.GATE, torch.float32, _items(num_tokens), num_tokens, num_experts, top_k,
-            num_groups, config.num_selected_groups, config.scoring == "sigmoid",
+            gate.GATE, dtype, self._team.num_threads if num_tokens else 0, num_tokens, num_experts,
+            top_k, num_groups, config.num_selected_groups, config.scoring == "sigmoid",
             config.group_score == "top2_sum", config.normalize_weights, logits_TE.data_ptr(),
             0 if bias_E is None else bias_E.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(),
-            self._borrow(4 * num_tokens * (3 * num_experts + 2 * num_groups)),
-            config.scaling_factor,
+            scratch, *product, scratch + wide, config.scaling_factor,
         )  # fmt: skip
         return ids_TK, weights_TK
 
     def pack_experts(self, gate_up_EJH: Tensor, down_EHI: Tensor) -> PackedExperts:
-        return PackedExperts(gate_up_EJH, down_EHI)
+        return self._packer.gated_mlp(gate_up_EJH, down_EHI)
 
     def experts(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: PackedExperts
     ) -> Tensor:
-        num_pairs = ids_TK.numel()
-        if num_pairs > self._limits.rows_per_expert * packed.num_experts:
-            return self._experts_by_gemm(x_TH, ids_TK, weights_TK, packed)
-        out_TH = torch.empty_like(x_TH)
+        return self._experts(x_TH, ids_TK, weights_TK, packed, x_TH.dtype)
+
+    def expert_rows(self, x_SH: Tensor, ids_S: Tensor, packed: PackedExperts) -> Tensor:
+        # the sum of one, with weight one
+        weights_S1 = torch.ones(len(ids_S), 1)
+        return self._experts(x_SH, ids_S[:, None], weights_S1, packed, torch.float32)
+
+    def _experts(
+        self,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        packed: PackedExperts,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        out_TH = self._new(x_TH.shape, out_dtype)
         num_tokens, top_k = ids_TK.shape
-        inner, hidden = packed.inner, packed.hidden
-        integers = 8 * (2 * num_pairs + 3 * packed.num_experts + 4)
-        products = -(-integers // 64) * 64
-        activations = products + 8 * num_pairs * inner
-        y = activations + 4 * num_pairs * inner
-        scratch = self._borrow(y + 4 * num_pairs * hidden)
+        if not num_tokens:
+            return out_TH
+        gate_up, down, num_pairs = packed.gate_up, packed.down, ids_TK.numel()
+        value_bytes = x_TH.element_size()
+        gathered = aligned(8 * (2 * num_pairs + 3 * packed.num_experts + 4))
+        inner = gathered + aligned(value_bytes * num_pairs * packed.hidden * (num_tokens > 1))
+        y = inner + aligned(value_bytes * num_pairs * gate_up.num_groups * 8)
+        scratch = self._borrow(y + 4 * 64 * num_pairs * self._team.num_threads)
         self._run(
             experts.EXPERTS, x_TH.dtype, self._team.num_threads, num_tokens, top_k,
-            packed.num_experts, hidden, inner, x_TH.data_ptr(), ids_TK.data_ptr(),
-            weights_TK.data_ptr(), packed.gate_up_address, packed.down_address, out_TH.data_ptr(),
-            scratch, scratch + products, scratch + activations, scratch + y,
+            packed.num_experts, packed.hidden, packed.inner, gate_up.address,
+            gate_up.weight_stride, gate_up.group_stride, gate_up.num_groups, down.address,
+            down.weight_stride, down.group_stride, down.num_groups, x_TH.data_ptr(),
+            ids_TK.data_ptr(), weights_TK.data_ptr(), out_TH.data_ptr(), self._tile_rows, scratch,
+            scratch + gathered, scratch + inner, scratch + y, out_dtype == torch.float32,
         )  # fmt: skip
         return out_TH
 
-    def _experts_by_gemm(
-        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: PackedExperts
+    def pack_gated_mlp(self, gate_up_JH: Tensor, down_HI: Tensor) -> PackedExperts:
+        return self._packer.gated_mlp(gate_up_JH.unsqueeze(0), down_HI.unsqueeze(0))
+
+    def gated_mlp(
+        self, x_TH: Tensor, packed: PackedExperts, add_to_TH: Tensor | None = None
     ) -> Tensor:
-        """Compute each expert's tokens with oneDNN: the way of prefill."""
-        num_tokens, top_k = ids_TK.shape
-        order = ids_TK.flatten().argsort(stable=True)
-        counts = torch.bincount(ids_TK.flatten() + 1, minlength=packed.num_experts + 1).tolist()
-        x_sorted = x_TH[order // top_k]
-        y_sorted = torch.empty_like(x_sorted)
-        start = counts[0]
-        for expert, count in enumerate(counts[1:]):
-            rows = slice(start, start + count)
-            if count:
-                inner = self.swiglu(F.linear(x_sorted[rows], packed.gate_up[expert]))
-                torch.mm(inner, packed.down[expert].T, out=y_sorted[rows])
-            start += count
-        places = torch.empty_like(order)
-        places[order] = torch.arange(order.numel())
-        places[order[: counts[0]]] = -1
-        out_TH = torch.empty_like(x_TH)
+        out_TH = self._new(x_TH.shape, x_TH.dtype)
+        num_tokens = x_TH.shape[0]
+        if not num_tokens:
+            return out_TH
+        gate_up, down = packed.gate_up, packed.down
         self._run(
-            experts.COMBINE, x_TH.dtype, _items(num_tokens), num_tokens, top_k, packed.hidden,
-            weights_TK.data_ptr(), places.data_ptr(), y_sorted.data_ptr(), out_TH.data_ptr(),
+            experts.GATED_MLP, x_TH.dtype, self._team.num_threads, num_tokens, packed.hidden,
+            packed.inner, gate_up.address, gate_up.group_stride, gate_up.num_groups, down.address,
+            down.group_stride, down.num_groups, x_TH.data_ptr(), out_TH.data_ptr(),
+            self._tile_rows,
+            self._borrow(x_TH.element_size() * num_tokens * gate_up.num_groups * 8),
+            0 if add_to_TH is None else add_to_TH.data_ptr(),
         )  # fmt: skip
         return out_TH
 
@@ -331,19 +393,25 @@ class CpuKernels:
 
     def gumbel_noise(self, seeds_B: Tensor, positions_B: Tensor, num_tokens: int) -> Tensor:
         num_rows = seeds_B.shape[0]
-        out_BV = torch.empty((num_rows, num_tokens), dtype=torch.float32)
+        out_BV = self._new((num_rows, num_tokens), torch.float32)
         self._run(
-            elementwise.GUMBEL_NOISE, torch.float32,
-            num_rows * -(-num_tokens // elementwise.TOKENS_PER_ITEM), num_rows, num_tokens,
+            noise.GUMBEL_NOISE, torch.float32,
+            num_rows * -(-num_tokens // noise.TOKENS_PER_ITEM), num_rows, num_tokens,
             seeds_B.data_ptr(), positions_B.data_ptr(), out_BV.data_ptr(),
         )  # fmt: skip
         return out_BV
 
     def _borrow(self, num_bytes: int) -> int:
         """Return the address of scratch memory, valid until the next operation."""
-        if self._scratch.numel() < num_bytes:
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._scratch.data_ptr()
+        if self._scratch.numel() < num_bytes + _ALIGNMENT:
+            self._scratch = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+        self._programs.keep(self._scratch)
+        return aligned(self._scratch.data_ptr())
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the number of bytes, rounded up to whole cache lines."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _items(num_rows: int) -> int:

@@ -1,17 +1,16 @@
-"""Norms, rotary embedding, SwiGLU, the cache write and the sampler's noise, a row at a time."""
+"""Embedding, norms, rotary embedding, SwiGLU and the cache write, a row at a time."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 from numba import njit
 
+from whalepod.kernels.cpu.exponentials import gated
 from whalepod.kernels.cpu.products import row_dot
 from whalepod.kernels.cpu.regions import Region, argument, argument_f64, take
+from whalepod.kernels.cpu.rows import copy_row
 from whalepod.kernels.cpu.simd import (
     advance,
-    exp_f32,
     f32_pointer,
     i64_pointer,
     load,
@@ -21,9 +20,6 @@ from whalepod.kernels.cpu.simd import (
 
 ROWS_PER_ITEM = 8
 """Rows that a thread takes at once."""
-
-TOKENS_PER_ITEM = 4096
-"""Vocabulary entries of noise that a thread takes at once."""
 
 
 @njit
@@ -67,12 +63,6 @@ def _add_rms_norm_region(block):
             _normalize(sums, weight, length, eps, advance(out, start))
 
 
-@njit
-def gated(gate, up):
-    """Return silu(gate) * up."""
-    return gate / (np.float32(1.0) + exp_f32(-gate)) * up
-
-
 def _swiglu_region(block):
     """Arguments: T, I, x, out."""
     num_rows, length = argument(block, 0), argument(block, 1)
@@ -97,13 +87,28 @@ def _rotate(x, angles, num_pairs, out):
         store(out, 2 * i + 1, odd * cos + even * sin)
 
 
+def _embed_region(block):
+    """Arguments: T, H, ids, embedding, out."""
+    num_tokens, length = argument(block, 0), argument(block, 1)
+    ids, table = i64_pointer(argument(block, 2)), pointer_like(block, argument(block, 3))
+    out = pointer_like(block, argument(block, 4))
+    while True:
+        first = take(block, 0) * ROWS_PER_ITEM
+        if first >= num_tokens:
+            return
+        for token in range(first, min(first + ROWS_PER_ITEM, num_tokens)):
+            row = advance(table, load(ids, token) * length)
+            copy_row(row, length, advance(out, token * length))
+
+
 def _rope_region(block):
-    """Arguments: T, N, D, x, its strides of T and N, positions, cos_sin, out."""
+    """Arguments: T, N, D, x, its strides of T and N, positions, cos_sin, out and its strides."""
     num_tokens, num_heads, width = argument(block, 0), argument(block, 1), argument(block, 2)
     x = pointer_like(block, argument(block, 3))
     token_stride, head_stride = argument(block, 4), argument(block, 5)
     positions, angles = i64_pointer(argument(block, 6)), f32_pointer(argument(block, 7))
     out = pointer_like(block, argument(block, 8))
+    out_token_stride, out_head_stride = argument(block, 9), argument(block, 10)
     while True:
         first = take(block, 0) * ROWS_PER_ITEM
         if first >= num_tokens:
@@ -112,7 +117,7 @@ def _rope_region(block):
             row = advance(angles, load(positions, token) * width)
             for head in range(num_heads):
                 source = advance(x, token * token_stride + head * head_stride)
-                target = advance(out, (token * num_heads + head) * width)
+                target = advance(out, token * out_token_stride + head * out_head_stride)
                 _rotate(source, row, width // 2, target)
 
 
@@ -135,35 +140,9 @@ def _write_latent_region(block):
             _rotate(advance(source, rank), row, width // 2, advance(target, rank))
 
 
-@njit
-def _splitmix64(x):
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _gumbel_region(block):
-    """Arguments: B, V, seeds, positions, out; the numbers are those of the reference."""
-    num_rows, num_tokens = argument(block, 0), argument(block, 1)
-    seeds, positions = i64_pointer(argument(block, 2)), i64_pointer(argument(block, 3))
-    out = f32_pointer(argument(block, 4))
-    per_row = -(-num_tokens // TOKENS_PER_ITEM)
-    while True:
-        item = take(block, 0)
-        if item >= num_rows * per_row:
-            return
-        row, first = item // per_row, item % per_row * TOKENS_PER_ITEM
-        start = np.uint64(load(seeds, row)) * np.uint64(0x9E3779B97F4A7C15)
-        start += np.uint64(load(positions, row)) * np.uint64(0xC2B2AE3D27D4EB4F)
-        for token in range(first, min(first + TOKENS_PER_ITEM, num_tokens)):
-            mixed = _splitmix64(start + np.uint64(token) * np.uint64(0x165667B19E3779F9))
-            u = (np.float64(np.int64(mixed >> np.uint64(12))) + 0.5) * 2.0**-52
-            store(out, row * num_tokens + token, np.float32(-math.log(-math.log(u))))
-
-
 RMS_NORM = Region(_rms_norm_region, "6qd")
 ADD_RMS_NORM = Region(_add_rms_norm_region, "7qd")
 SWIGLU = Region(_swiglu_region, "4q")
-ROPE = Region(_rope_region, "9q")
+EMBED = Region(_embed_region, "5q")
+ROPE = Region(_rope_region, "11q")
 WRITE_LATENT = Region(_write_latent_region, "10qd")
-GUMBEL_NOISE = Region(_gumbel_region, "5q")

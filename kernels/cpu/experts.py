@@ -1,35 +1,35 @@
-"""All routed experts of a step in one parallel region.
+"""Gated MLPs in one parallel region: all routed experts of a step, or a dense one.
 
-Tokens are grouped by expert, so each weight row is read once for all tokens that chose its expert.
-Two stages, one wait between them: gate, up and SwiGLU; then down and the weighted sum.
-
-64 experts of 256 x 1024, top-8, bf16, one core (shared, CPU time, November 2026), before the
-weights were prefetched; ms:
-
-tokens                          1      4     16     64    128    256
-one region                    1.4    5.0     15     29     43     65
-one oneDNN GEMM per expert    5.3     11     31     43     40     52
+Tokens are grouped by expert, so each weight comes from memory once for all tokens that chose its
+expert. Stages: sort, gather the rows, gate and up with SwiGLU, then down with the weighted sum.
 """
 
 from __future__ import annotations
 
-import numpy as np
 from numba import njit
 
-from whalepod.kernels.cpu.dense import dot_rows
-from whalepod.kernels.cpu.elementwise import ROWS_PER_ITEM, gated
+from whalepod.kernels.cpu.exponentials import gate_group, store_sums
+from whalepod.kernels.cpu.panels import (
+    BLOCK_COLUMNS,
+    BLOCK_GROUPS,
+    BLOCK_ROWS,
+    GROUP,
+    block_of_sums,
+    multiply_block,
+)
 from whalepod.kernels.cpu.regions import Region, argument, finish, take, wait_for
+from whalepod.kernels.cpu.rows import add_row, combine_rows, copy_row
 from whalepod.kernels.cpu.simd import advance, f32_pointer, i64_pointer, load, pointer_like, store
 
-INNER_PER_ITEM = 64
-"""Inner features (rows of gate and of up) of an item of the first stage."""
+ROWS_PER_ITEM = 256
+"""Rows of a dense MLP that an item takes at once."""
 
-HIDDEN_PER_ITEM = 32
-"""Hidden features of an item of the second stage."""
+PAIRS_PER_ITEM = 32
+"""Rows that are gathered at once."""
 
 
 @njit
-def _group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active):
+def group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active):
     """Sort the (token, k) pairs by expert; return how many experts have any.
 
     places  [T, K]       of each pair, its index in the sorted list, or -1
@@ -66,102 +66,184 @@ def _group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active):
 
 
 @njit
-def _add_in_order(weights, places, top_k, y, hidden, first, count, out):
-    """Set out[h] = sum_k weights[k] y[places[k], h] for some h, in the order of k."""
-    for h in range(first, first + count):
-        total = np.float32(0.0)
-        for k in range(top_k):
-            place = load(places, k)
-            if place >= 0:
-                total += load(weights, k) * load(y, place * hidden + h)
-        store(out, h, total)
+def _gate_up(x, x_stride, num_rows, w, w_stride, num_groups, hidden, tile_rows, sums, out, stride):
+    """Set out[r, i] = silu(gate) * up for the 16 or 32 inner features of a block of groups."""
+    for row in range(0, num_rows, BLOCK_ROWS):
+        rows = min(BLOCK_ROWS, num_rows - row)
+        source = advance(x, row * x_stride)
+        multiply_block(source, x_stride, rows, w, w_stride, num_groups, hidden, tile_rows, sums)
+        for r in range(rows):
+            for pair in range(num_groups // 2):
+                place = advance(out, (row + r) * stride + pair * GROUP)
+                gate_group(advance(sums, r * BLOCK_COLUMNS + 2 * pair * GROUP), place)
+
+
+@njit
+def _down(x, x_stride, num_rows, w, w_stride, num_groups, inner, tile_rows, sums, count, out, step):
+    """Set out[r, c] = the product with `down`, for `count` of its columns."""
+    for row in range(0, num_rows, BLOCK_ROWS):
+        rows = min(BLOCK_ROWS, num_rows - row)
+        source = advance(x, row * x_stride)
+        multiply_block(source, x_stride, rows, w, w_stride, num_groups, inner, tile_rows, sums)
+        for r in range(rows):
+            store_sums(advance(sums, r * BLOCK_COLUMNS), count, advance(out, (row + r) * step))
+
+
+@njit
+def combine_tokens(num_tokens, weights, places, top_k, y, count, block, out_address, hidden, column,
+                   is_f32):  # fmt: skip
+    """Write `count` columns of every token's weighted sum, in f32 or in the model dtype."""
+    for token in range(num_tokens):
+        token_weights, token_places = (
+            advance(weights, token * top_k),
+            advance(places, token * top_k),
+        )
+        place = token * hidden + column
+        if is_f32:
+            target = advance(f32_pointer(out_address), place)
+            combine_rows(token_weights, token_places, top_k, y, BLOCK_COLUMNS, count, target)
+        else:
+            target_like = advance(pointer_like(block, out_address), place)
+            combine_rows(token_weights, token_places, top_k, y, BLOCK_COLUMNS, count, target_like)
 
 
 def _experts_region(block):
-    """Arguments: T, K, E, H, I, x, ids, weights, gate_up, down, out, and scratch: integers
-    [2 T K + 3 E + 4], gate and up f32 [T K, 2 I], inner [T K, I], y f32 [T K, H].
+    """Arguments: T, K, E, H, I; gate and up: address, strides of E and of groups, groups; down: the
+    same; x, ids, weights, out, tile rows, and scratch: integers [2 T K + 3 E + 4], gathered rows
+    [T K, H] (unused for one token), inner [T K, 8 * groups of gate and up], y f32 [T K, 64] for
+    each thread; whether out is f32.
     """
     num_tokens, top_k, num_experts = argument(block, 0), argument(block, 1), argument(block, 2)
     hidden, inner = argument(block, 3), argument(block, 4)
-    x, ids = pointer_like(block, argument(block, 5)), i64_pointer(argument(block, 6))
-    weights = f32_pointer(argument(block, 7))
-    gate_up = pointer_like(block, argument(block, 8))
+    gate_up = pointer_like(block, argument(block, 5))
+    gate_up_stride, gate_up_step = argument(block, 6), argument(block, 7)
+    gate_up_groups = argument(block, 8)
     down = pointer_like(block, argument(block, 9))
-    out = pointer_like(block, argument(block, 10))
-    places = i64_pointer(argument(block, 11))
-    products = f32_pointer(argument(block, 12))
-    activations = pointer_like(block, argument(block, 13))
-    y = f32_pointer(argument(block, 14))
-    rows = advance(places, num_tokens * top_k)
-    num_active_slot = advance(rows, num_tokens * top_k)
+    down_stride, down_step, down_groups = (
+        argument(block, 10), argument(block, 11), argument(block, 12),
+    )  # fmt: skip
+    x, ids = pointer_like(block, argument(block, 13)), i64_pointer(argument(block, 14))
+    weights, out_address = f32_pointer(argument(block, 15)), argument(block, 16)
+    tile_rows = argument(block, 17)
+    places = i64_pointer(argument(block, 18))
+    gathered, x_stride = pointer_like(block, argument(block, 19)), hidden
+    activations, stride = pointer_like(block, argument(block, 20)), gate_up_groups // 2 * GROUP
+    num_pairs = num_tokens * top_k
+    rows = advance(places, num_pairs)
+    num_active_slot = advance(rows, num_pairs)
     active = advance(num_active_slot, 1)
+    sums = block_of_sums()
+    y_address = argument(block, 21) + take(block, 4) * num_pairs * BLOCK_COLUMNS * 4
 
     if take(block, 0) == 0:
-        count = _group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active)
+        count = group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active)
         store(num_active_slot, 0, count)
         finish(block, 0)
     wait_for(block, 0, 1)
     num_active = load(num_active_slot, 0)
 
-    per_expert = -(-inner // INNER_PER_ITEM)
+    if num_tokens == 1:
+        gathered, x_stride = x, 0
+    else:
+        num_sorted = load(active, 2 * num_active + 1)
+        num_items = -(-num_sorted // PAIRS_PER_ITEM)
+        while True:
+            item = take(block, 1)
+            if item >= num_items:
+                break
+            first = item * PAIRS_PER_ITEM
+            for place in range(first, min(first + PAIRS_PER_ITEM, num_sorted)):
+                source = advance(x, load(rows, place) * hidden)
+                copy_row(source, hidden, advance(gathered, place * hidden))
+            finish(block, 1)
+        wait_for(block, 1, num_items)
+
+    per_expert = -(-gate_up_groups // BLOCK_GROUPS)
     while True:
-        item = take(block, 1)
+        item = take(block, 2)
         if item >= num_active * per_expert:
             break
-        which, first = item // per_expert, item % per_expert * INNER_PER_ITEM
+        which, group = item // per_expert, item % per_expert * BLOCK_GROUPS
         expert, start = load(active, 2 * which), load(active, 2 * which + 1)
-        num_rows = load(active, 2 * which + 3) - start
-        count = min(INNER_PER_ITEM, inner - first)
-        gate = advance(gate_up, (expert * 2 * inner + first) * hidden)
-        up = advance(gate, inner * hidden)
-        target = advance(products, start * 2 * inner + first)
-        row_ids, stride = advance(rows, start), 2 * inner
-        dot_rows(x, row_ids, hidden, num_rows, gate, hidden, count, hidden, target, stride)
-        dot_rows(
-            x, row_ids, hidden, num_rows, up, hidden, count, hidden, advance(target, inner), stride
-        )
-        for r in range(num_rows):
-            pair, goal = advance(target, r * stride), advance(activations, (start + r) * inner)
-            for i in range(count):
-                store(goal, first + i, gated(load(pair, i), load(pair, inner + i)))
-        finish(block, 1)
-    wait_for(block, 1, num_active * per_expert)
+        _gate_up(
+            advance(gathered, start * x_stride), x_stride, load(active, 2 * which + 3) - start,
+            advance(gate_up, expert * gate_up_stride + group * gate_up_step), gate_up_step,
+            min(BLOCK_GROUPS, gate_up_groups - group), hidden, tile_rows, sums,
+            advance(activations, start * stride + group // 2 * GROUP), stride,
+        )  # fmt: skip
+        finish(block, 2)
+    wait_for(block, 2, num_active * per_expert)
 
+    y = f32_pointer(y_address)
     while True:
-        first = take(block, 2) * HIDDEN_PER_ITEM
-        if first >= hidden:
+        group = take(block, 3) * BLOCK_GROUPS
+        if group >= down_groups:
             return
-        count = min(HIDDEN_PER_ITEM, hidden - first)
+        groups, column = min(BLOCK_GROUPS, down_groups - group), group * GROUP
         for which in range(num_active):
             expert, start = load(active, 2 * which), load(active, 2 * which + 1)
-            num_rows = load(active, 2 * which + 3) - start
-            dot_rows(
-                advance(activations, start * inner), None, inner, num_rows,
-                advance(down, (expert * hidden + first) * inner), inner, count, inner,
-                advance(y, start * hidden + first), hidden,
+            _down(
+                advance(activations, start * stride), stride, load(active, 2 * which + 3) - start,
+                advance(down, expert * down_stride + group * down_step), down_step, groups, inner,
+                tile_rows, sums, groups * GROUP, advance(y, start * BLOCK_COLUMNS), BLOCK_COLUMNS,
             )  # fmt: skip
-        for token in range(num_tokens):
-            _add_in_order(
-                advance(weights, token * top_k), advance(places, token * top_k), top_k, y, hidden,
-                first, count, advance(out, token * hidden),
-            )  # fmt: skip
+        combine_tokens(
+            num_tokens, weights, places, top_k, y, min(BLOCK_COLUMNS, hidden - column), block,
+            out_address, hidden, column, argument(block, 22) != 0,
+        )  # fmt: skip
 
 
-def _combine_region(block):
-    """out[t] = sum_k weights[t, k] y[places[t, k]]. Arguments: T, K, H, weights, places, y, out."""
-    num_tokens, top_k, hidden = argument(block, 0), argument(block, 1), argument(block, 2)
-    weights, places = f32_pointer(argument(block, 3)), i64_pointer(argument(block, 4))
-    y, out = pointer_like(block, argument(block, 5)), pointer_like(block, argument(block, 6))
+def _gated_mlp_region(block):
+    """Arguments: T, H, I; gate and up: address, stride of groups, groups; down: the same; x, out,
+    tile rows, scratch: inner [T, 8 * groups of gate and up], and what is added, or 0.
+    """
+    num_tokens, hidden, inner = argument(block, 0), argument(block, 1), argument(block, 2)
+    gate_up, gate_up_step = pointer_like(block, argument(block, 3)), argument(block, 4)
+    gate_up_groups = argument(block, 5)
+    down, down_step = pointer_like(block, argument(block, 6)), argument(block, 7)
+    down_groups = argument(block, 8)
+    x, out = pointer_like(block, argument(block, 9)), pointer_like(block, argument(block, 10))
+    tile_rows = argument(block, 11)
+    activations, stride = pointer_like(block, argument(block, 12)), gate_up_groups // 2 * GROUP
+    sums = block_of_sums()
+    added_address = argument(block, 13)
+    added = pointer_like(block, added_address)
+    row_items = -(-num_tokens // ROWS_PER_ITEM)
+
+    per_row_item = -(-gate_up_groups // BLOCK_GROUPS)
     while True:
-        first = take(block, 0) * ROWS_PER_ITEM
-        if first >= num_tokens:
+        item = take(block, 0)
+        if item >= row_items * per_row_item:
+            break
+        row, group = item // per_row_item * ROWS_PER_ITEM, item % per_row_item * BLOCK_GROUPS
+        _gate_up(
+            advance(x, row * hidden), hidden, min(ROWS_PER_ITEM, num_tokens - row),
+            advance(gate_up, group * gate_up_step), gate_up_step,
+            min(BLOCK_GROUPS, gate_up_groups - group), hidden, tile_rows, sums,
+            advance(activations, row * stride + group // 2 * GROUP), stride,
+        )  # fmt: skip
+        finish(block, 0)
+    wait_for(block, 0, row_items * per_row_item)
+
+    per_row_item = -(-down_groups // BLOCK_GROUPS)
+    while True:
+        item = take(block, 1)
+        if item >= row_items * per_row_item:
             return
-        for token in range(first, min(first + ROWS_PER_ITEM, num_tokens)):
-            _add_in_order(
-                advance(weights, token * top_k), advance(places, token * top_k), top_k, y, hidden,
-                0, hidden, advance(out, token * hidden),
-            )  # fmt: skip
+        row, group = item // per_row_item * ROWS_PER_ITEM, item % per_row_item * BLOCK_GROUPS
+        column, rows = group * GROUP, min(ROWS_PER_ITEM, num_tokens - row)
+        count = min(BLOCK_COLUMNS, hidden - column)
+        target = advance(out, row * hidden + column)
+        _down(
+            advance(activations, row * stride), stride, rows, advance(down, group * down_step),
+            down_step, min(BLOCK_GROUPS, down_groups - group), inner, tile_rows, sums, count,
+            target, hidden,
+        )  # fmt: skip
+        if added_address != 0:
+            for r in range(rows):
+                place = row * hidden + column + r * hidden
+                add_row(advance(added, place), count, advance(out, place))
 
 
-EXPERTS = Region(_experts_region, "15q")
-COMBINE = Region(_combine_region, "7q")
+EXPERTS = Region(_experts_region, "23q")
+GATED_MLP = Region(_gated_mlp_region, "14q")

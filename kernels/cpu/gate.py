@@ -5,8 +5,18 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from whalepod.kernels.cpu.regions import Region, argument, argument_f64, take
-from whalepod.kernels.cpu.simd import advance, exp_f32, f32_pointer, i64_pointer, load, store
+from whalepod.kernels.cpu.exponentials import exp_f32, store_sums
+from whalepod.kernels.cpu.panels import (
+    BLOCK_COLUMNS,
+    BLOCK_GROUPS,
+    BLOCK_ROWS,
+    GROUP,
+    block_of_sums,
+    multiply_block,
+)
+from whalepod.kernels.cpu.regions import Region, argument, argument_f64, finish, take, wait_for
+from whalepod.kernels.cpu.rows import widen_row
+from whalepod.kernels.cpu.simd import advance, f32_pointer, i64_pointer, load, pointer_like, store
 
 ROWS_PER_ITEM = 8
 
@@ -70,44 +80,91 @@ def _mask_groups(choice, num_groups, num_selected, group_size, is_top2, scratch)
                 store(choice, e, np.float32(-np.inf))
 
 
+@njit
+def _choose(logits, bias_address, scratch, num_experts, top_k, num_groups, num_selected, is_sigmoid,
+            is_top2, is_normalized, factor, ids, weights):  # fmt: skip
+    """Choose the experts of one token; `scratch` is 3 E + 2 groups f32."""
+    bias = f32_pointer(bias_address)
+    scores, choice = scratch, advance(scratch, num_experts)
+    taken = advance(scratch, 2 * num_experts)
+    _score(logits, num_experts, is_sigmoid, scores)
+    for e in range(num_experts):
+        value = load(scores, e)
+        store(choice, e, value + load(bias, e) if bias_address != 0 else value)
+        store(taken, e, np.float32(0.0))
+    if num_selected < num_groups:
+        groups = advance(scratch, 3 * num_experts)
+        size = num_experts // num_groups
+        _mask_groups(choice, num_groups, num_selected, size, is_top2, groups)
+    total = np.float32(0.0)
+    for k in range(top_k):
+        expert = _best(choice, num_experts, taken)
+        store(taken, expert, np.float32(1.0))
+        store(ids, k, expert)
+        total += load(scores, expert)
+        store(weights, k, load(scores, expert))
+    divisor = total + np.float32(1e-20) if is_normalized else np.float32(1.0)
+    for k in range(top_k):
+        store(weights, k, load(weights, k) / divisor * factor)
+
+
 def _gate_region(block):
     """Arguments: T, E, K, groups, selected groups, is sigmoid, is top2, is normalised, logits,
-    bias or 0, ids, weights, scratch of 3 E + 2 groups f32 per token, scaling factor.
+    bias or 0, ids, weights, scratch of 3 E + 2 groups f32 per token; of the router, 0 if there are
+    logits already: H, x, f32 weight, stride of its groups, groups of columns, f32 scratch [T, H];
+    scaling factor.
     """
     num_tokens, num_experts, top_k = argument(block, 0), argument(block, 1), argument(block, 2)
     num_groups, num_selected = argument(block, 3), argument(block, 4)
     is_sigmoid, is_top2 = argument(block, 5) != 0, argument(block, 6) != 0
-    is_normalized = argument(block, 7) != 0
-    logits, bias_address = f32_pointer(argument(block, 8)), argument(block, 9)
-    bias = f32_pointer(bias_address)
+    is_normalized, logits = argument(block, 7) != 0, f32_pointer(argument(block, 8))
     ids, weights = i64_pointer(argument(block, 10)), f32_pointer(argument(block, 11))
-    scratch, factor = f32_pointer(argument(block, 12)), np.float32(argument_f64(block, 13))
+    scratch, factor = f32_pointer(argument(block, 12)), np.float32(argument_f64(block, 19))
+    hidden, x = argument(block, 13), pointer_like(block, argument(block, 14))
+    router, group_stride = f32_pointer(argument(block, 15)), argument(block, 16)
+    column_groups, wide = argument(block, 17), f32_pointer(argument(block, 18))
+    sums = block_of_sums()
+    num_items = -(-num_tokens // ROWS_PER_ITEM)
+    if hidden > 0:
+        while True:
+            item = take(block, 0)
+            if item >= num_items:
+                break
+            first = item * ROWS_PER_ITEM
+            for token in range(first, min(first + ROWS_PER_ITEM, num_tokens)):
+                widen_row(advance(x, token * hidden), hidden, advance(wide, token * hidden))
+            finish(block, 0)
+        wait_for(block, 0, num_items)
+        column_items = -(-column_groups // BLOCK_GROUPS)
+        num_blocks = -(-num_tokens // BLOCK_ROWS) * column_items
+        while True:
+            item = take(block, 1)
+            if item >= num_blocks:
+                break
+            row, group = item // column_items * BLOCK_ROWS, item % column_items * BLOCK_GROUPS
+            rows = min(BLOCK_ROWS, num_tokens - row)
+            count = min(BLOCK_COLUMNS, num_experts - group * GROUP)
+            multiply_block(
+                advance(wide, row * hidden), hidden, rows, advance(router, group * group_stride),
+                group_stride, min(BLOCK_GROUPS, column_groups - group), hidden, 0, sums,
+            )  # fmt: skip
+            for r in range(rows):
+                target = advance(logits, (row + r) * num_experts + group * GROUP)
+                store_sums(advance(sums, r * BLOCK_COLUMNS), count, target)
+            finish(block, 1)
+        wait_for(block, 1, num_blocks)
     while True:
-        first = take(block, 0) * ROWS_PER_ITEM
-        if first >= num_tokens:
+        item = take(block, 2)
+        if item >= num_items:
             return
+        first = item * ROWS_PER_ITEM
         for token in range(first, min(first + ROWS_PER_ITEM, num_tokens)):
-            scores = advance(scratch, token * (3 * num_experts + 2 * num_groups))
-            choice, taken = advance(scores, num_experts), advance(scores, 2 * num_experts)
-            _score(advance(logits, token * num_experts), num_experts, is_sigmoid, scores)
-            for e in range(num_experts):
-                value = load(scores, e)
-                store(choice, e, value + load(bias, e) if bias_address != 0 else value)
-                store(taken, e, np.float32(0.0))
-            if num_selected < num_groups:
-                groups = advance(scores, 3 * num_experts)
-                size = num_experts // num_groups
-                _mask_groups(choice, num_groups, num_selected, size, is_top2, groups)
-            total = np.float32(0.0)
-            for k in range(top_k):
-                expert = _best(choice, num_experts, taken)
-                store(taken, expert, np.float32(1.0))
-                store(ids, token * top_k + k, expert)
-                total += load(scores, expert)
-                store(weights, token * top_k + k, load(scores, expert))
-            divisor = total + np.float32(1e-20) if is_normalized else np.float32(1.0)
-            for k in range(token * top_k, (token + 1) * top_k):
-                store(weights, k, load(weights, k) / divisor * factor)
+            _choose(
+                advance(logits, token * num_experts), argument(block, 9),
+                advance(scratch, token * (3 * num_experts + 2 * num_groups)), num_experts, top_k,
+                num_groups, num_selected, is_sigmoid, is_top2, is_normalized, factor,
+                advance(ids, token * top_k), advance(weights, token * top_k),
+            )  # fmt: skip
 
 
-GATE = Region(_gate_region, "13qd")
+GATE = Region(_gate_region, "19qd")

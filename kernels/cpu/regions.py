@@ -14,6 +14,7 @@ nobody up between stages. Who computes an item never changes its bits.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import struct
 import threading
@@ -32,11 +33,13 @@ from numba.core.ccallback import CFunc
 from whalepod.kernels.cpu import simd
 from whalepod.kernels.cpu.simd import intrinsic
 
-_NUM_STAGES = 4
-_HEADER = 2 * _NUM_STAGES
+_NUM_STAGES = 8
+_PATIENCE = 2000
+"""Looks at a counter (some 100 us of them) before a waiting thread gives its core away."""
+HEADER = 2 * _NUM_STAGES
 """int64 values before the arguments of a region: items taken, then items finished, per stage."""
 
-_BLOCK_BYTES = 8 * 64
+BLOCK_BYTES = 8 * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,15 @@ class Team:
     """Compiles regions and runs them on torch's threads. Safe to use from several threads."""
 
     def __init__(self, num_threads: int) -> None:
-        self._fork = _find_fork()
+        self._fork, self.count_threads_address = _find_openmp()
         self.num_threads = num_threads if self._fork else 1
-        self._block = ctypes.create_string_buffer(_BLOCK_BYTES + 64)
+        self._block = ctypes.create_string_buffer(BLOCK_BYTES + 64)
         self._address = -(-ctypes.addressof(self._block) // 64) * 64
         self._start = self._address - ctypes.addressof(self._block)
         self._lock = threading.Lock()
         self._compiled: dict[tuple[Region, torch.dtype], _Compiled] = {}
+        self.recorded: list[tuple[int, bytes]] | None = None
+        """Where `run` writes machine code and argument block of each region, if anywhere."""
 
     def compile(
         self,
@@ -100,6 +105,8 @@ class Team:
         num_threads = min(num_items, self.num_threads)
         with self._lock:
             compiled.layout.pack_into(self._block, self._start, *arguments)
+            if self.recorded is not None:
+                self.recorded.append((compiled.address, compiled.layout.pack(*arguments)))
             if num_threads <= 1:
                 compiled.call(self._address)
             else:
@@ -108,7 +115,7 @@ class Team:
     def _get(self, region: Region, dtype: torch.dtype) -> _Compiled:
         compiled = self._compiled.get((region, dtype))
         if compiled is None:
-            compiled = _Compiled(region, dtype)
+            compiled = _compile_once(region, dtype)
             self._compiled[region, dtype] = compiled
         return compiled
 
@@ -133,7 +140,12 @@ class _Compiled:
         assert self.function.address is not None
         self.address: int = self.function.address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
-        self.layout = struct.Struct(f"={8 * _HEADER}x{region.arguments}")
+        self.layout = struct.Struct(f"={8 * HEADER}x{region.arguments}")
+
+
+@functools.cache
+def _compile_once(region: Region, dtype: torch.dtype) -> _Compiled:
+    return _Compiled(region, dtype)
 
 
 def compile_function(region: Region, dtype: torch.dtype, *, is_cached: bool) -> _RegionFunction:
@@ -147,16 +159,20 @@ def compile_function(region: Region, dtype: torch.dtype, *, is_cached: bool) -> 
     return function
 
 
-def _find_fork() -> Any:
-    """Return `GOMP_parallel` of the OpenMP library in torch's folder; None if there is none."""
+def _find_openmp() -> tuple[Any, int]:
+    """Return `GOMP_parallel` of the OpenMP library in torch's folder, None if there is none, and
+    the address of `omp_get_num_threads`.
+    """
     folder = Path(torch.__file__).parent / "lib"
     for path in sorted([*folder.glob("libgomp*.so*"), *folder.glob("libiomp5*.so*")]):
-        fork = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
+        library = ctypes.CDLL(str(path))
+        fork = getattr(library, "GOMP_parallel", None)
         if fork is not None:
             fork.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
             fork.restype = None
-            return fork
-    return None
+            count = ctypes.cast(library.omp_get_num_threads, ctypes.c_void_p).value
+            return fork, count or 0
+    return None, 0
 
 
 # -- inside a region -------------------------------------------------------------------------------
@@ -165,7 +181,7 @@ def _find_fork() -> Any:
 def _argument_code(kind: Any) -> Callable[..., Any]:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         values = builder.bitcast(args[0], kind.as_pointer())
-        return builder.load(builder.gep(values, [builder.add(args[1], ir.IntType(64)(_HEADER))]))
+        return builder.load(builder.gep(values, [builder.add(args[1], ir.IntType(64)(HEADER))]))
 
     return codegen
 
@@ -217,6 +233,55 @@ def _relax(typingctx):
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+@intrinsic
+def call_region(typingctx, code, block):
+    """Call the machine code of a region at an address with the argument block at another."""
+
+    def codegen(context, builder, signature, args):
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte])
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        builder.call(function, [builder.inttoptr(args[1], byte)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _yield(typingctx):
+    """Let another thread have the core."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def call_for_count(typingctx, code):
+    """Call a C function `int f(void)` at an address."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.IntType(32), [])
+        count = builder.call(builder.inttoptr(args[0], kind.as_pointer()), [])
+        return builder.zext(count, ir.IntType(64))
+
+    return types.int64(types.int64), codegen
+
+
+@njit
+def wait_patiently(block, stage, num_items):
+    """Return when all items of a stage are done; after a while, give the core away meanwhile."""
+    num_looks = 0
+    while _load_acquire(block, _NUM_STAGES + stage) < num_items:
+        _relax()
+        num_looks += 1
+        if num_looks > _PATIENCE:
+            _yield()
 
 
 @njit

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
-from numba import extending, njit, types
+from numba import extending, types
+from numba.core import cgutils
 from numba.core.registry import cpu_target
 
 intrinsic: Any = extending.intrinsic
@@ -20,11 +20,29 @@ intrinsic: Any = extending.intrinsic
 
 BF16_POINTER = types.CPointer(types.uint16)
 F32_POINTER = types.CPointer(types.float32)
+U8_POINTER = types.CPointer(types.uint8)
 I64_POINTER = types.CPointer(types.int64)
 I32_POINTER = types.CPointer(types.int32)
 
-I16, I32, I64 = (ir.IntType(bits) for bits in (16, 32, 64))
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
+
+
+class _BFloatType(ir.types._BaseFloatType):  # type: ignore[misc]
+    """LLVM's `bfloat`, which llvmlite lacks; for operands of AVX512-BF16 instructions."""
+
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def format_constant(self, value: float) -> str:
+        return repr(value)
+
+
+_BFloatType._create_instance()
+BFLOAT = _BFloatType()
 
 
 def target_has(feature: str) -> bool:
@@ -63,8 +81,13 @@ def widen(builder: Any, bits: Any) -> Any:
 
 
 def narrow(builder: Any, value: Any) -> Any:
-    """Round f32 (or a vector of it) to bfloat16 bits, to nearest even; NaN stays NaN."""
+    """Round f32 (or a vector of it) to bfloat16 bits, to nearest even; NaN stays NaN.
+
+    16 values are one AVX512-BF16 instruction, which takes subnormal numbers for 0.
+    """
     is_vector = isinstance(value.type, ir.VectorType)
+    if is_vector and value.type.count == 16 and target_has("avx512bf16"):
+        return _narrow_natively(builder, value)
     wide, short = I32, I16
     if is_vector:
         wide, short = (ir.VectorType(kind, value.type.count) for kind in (I32, I16))
@@ -79,6 +102,13 @@ def narrow(builder: Any, value: Any) -> Any:
     quiet = builder.or_(bits, constant(0x400000))
     chosen = builder.select(is_nan, quiet, rounded)
     return builder.trunc(builder.lshr(chosen, constant(16)), short)
+
+
+def _narrow_natively(builder: Any, value: Any) -> Any:
+    kind = ir.FunctionType(ir.VectorType(BFLOAT, 16), [value.type])
+    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.bitcast(builder.call(function, [value]), ir.VectorType(I16, 16))
 
 
 @intrinsic
@@ -147,6 +177,12 @@ def f32_pointer(typingctx, address):
 
 
 @intrinsic
+def u8_pointer(typingctx, address):
+    """Return an address as a pointer to bytes."""
+    return U8_POINTER(types.int64), _pointer_from_address(U8_POINTER)
+
+
+@intrinsic
 def i64_pointer(typingctx, address):
     """Return an address as a pointer to int64."""
     return I64_POINTER(types.int64), _pointer_from_address(I64_POINTER)
@@ -156,35 +192,3 @@ def i64_pointer(typingctx, address):
 def i32_pointer(typingctx, address):
     """Return an address as a pointer to int32."""
     return I32_POINTER(types.int64), _pointer_from_address(I32_POINTER)
-
-
-@intrinsic
-def bits_to_f32(typingctx, bits):
-    """Reinterpret an int32 as f32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], F32)
-
-    return types.float32(types.int32), codegen
-
-
-@njit
-def exp_f32(x):
-    """Return e^x to about 2 ulp; 0 below -87, e^88 above 88. Vectorises, unlike libm's.
-
-    x = n ln 2 + r with |r| <= ln(2) / 2, and e^r by Taylor's polynomial of degree 7.
-    """
-    clamped = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    n = np.int32(clamped * np.float32(1.4426950408889634) + np.float32(1024.5)) - np.int32(1024)
-    r = clamped - np.float32(n) * np.float32(0.693359375)
-    r = r + np.float32(n) * np.float32(2.12194440e-4)
-    p = np.float32(1.0 / 5040.0)
-    p = p * r + np.float32(1.0 / 720.0)
-    p = p * r + np.float32(1.0 / 120.0)
-    p = p * r + np.float32(1.0 / 24.0)
-    p = p * r + np.float32(1.0 / 6.0)
-    p = p * r + np.float32(0.5)
-    p = p * r + np.float32(1.0)
-    p = p * r + np.float32(1.0)
-    scale = bits_to_f32(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
-    return p * scale if x >= np.float32(-87.0) else np.float32(0.0)

@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 
 from whalepod.kernels.cpu.simd import (
+    BFLOAT,
     F32,
     F32_POINTER,
     I32,
@@ -24,22 +25,6 @@ from whalepod.kernels.cpu.simd import (
     num_lanes,
     offset,
 )
-
-
-class _BFloatType(ir.types._BaseFloatType):  # type: ignore[misc]
-    """LLVM's `bfloat`, which llvmlite lacks; only the operands of `vdpbf16ps` have this type."""
-
-    null = "0.0"
-    intrinsic_name = "bf16"
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def format_constant(self, value: float) -> str:
-        return repr(value)
-
-
-_BFloatType._create_instance()
 
 
 def splat(builder: Any, value: Any, count: int) -> Any:
@@ -82,10 +67,29 @@ def store_vector(builder: Any, value: Any, pointer: Any, mask: Any) -> None:
     builder.call(function, [value, as_pointer(builder, pointer, kind), I32(width // 8), mask])
 
 
+def over_vectors(builder: Any, size: Any, lanes: int, step: Callable[[Any, Any], None]) -> None:
+    """Call `step(index, mask)` for whole vectors, then once more, masked, for what is left."""
+    whole = builder.and_(size, I64(-lanes))
+    with cgutils.for_range_slice(builder, I64(0), whole, I64(lanes), inc=True) as (i, _):
+        step(i, None)
+    with builder.if_then(builder.icmp_signed("<", whole, size), likely=False):
+        step(whole, lanes_below(builder, builder.sub(size, whole), lanes))
+
+
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     name = f"llvm.fma.v{a.type.count}f32"
     signature = ir.FunctionType(a.type, [a.type] * 3)
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [a, b, c])
+
+
+def rounded(builder: Any, a: Any) -> Any:
+    """Return the vector as it is, and keep the compiler from fusing what made it with what follows.
+
+    LLVM is free here to turn a product and a sum into one operation, which rounds once.
+    """
+    name = f"llvm.arithmetic.fence.v{a.type.count}f32"
+    signature = ir.FunctionType(a.type, [a.type])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [a])
 
 
 def prefetch(builder: Any, pointer: Any) -> None:
@@ -98,7 +102,7 @@ def prefetch(builder: Any, pointer: Any) -> None:
 
 def dot_pairs(builder: Any, acc: Any, a: Any, b: Any) -> Any:
     """Emit `vdpbf16ps`: add the products of neighbouring bfloat16 pairs to 16 f32 sums."""
-    pairs = ir.VectorType(_BFloatType(), 32)
+    pairs = ir.VectorType(BFLOAT, 32)
     signature = ir.FunctionType(acc.type, [acc.type, pairs, pairs])
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     function = cgutils.get_or_insert_function(builder.module, signature, name)

@@ -83,7 +83,10 @@ def build(name: str, arch: int, extern_libs: Mapping[str, str]) -> Built:
     kernel = KERNELS[name]
     signature, constants = _signature(kernel)
     source = ASTSource(kernel, signature, constexprs=constants)
-    options = {"num_warps": 8 if "BLOCK_H" in constants else 4, "extern_libs": dict(extern_libs)}
+    options = {
+        "num_warps": 8 if "BLOCK_H" in kernel.arg_names else 4,
+        "extern_libs": dict(extern_libs),
+    }
     compiled = triton.compile(
         source, target=GPUTarget("cuda", arch, _WARP_THREADS), options=options
     )
@@ -99,7 +102,8 @@ def build(name: str, arch: int, extern_libs: Mapping[str, str]) -> Built:
 
 def _signature(kernel: Any) -> tuple[dict[str, str], dict[tuple[int, ...], int]]:
     """Return types by argument and the values of constants by place."""
-    signature, constants = {}, {}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], int] = {}
     for place, name in enumerate(kernel.arg_names):
         if name in _CONSTANTS:
             signature[name] = "constexpr"

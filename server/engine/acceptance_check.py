@@ -32,12 +32,13 @@ PROMPTS = (
     "2 + 2 = 4, 3 + 3 = 6, 4 + 4 =",
 )
 MAX_TOKENS = 24
-MAX_S = 0.35
-"""Large models judge fewer guesses."""
-FEWEST_JUDGED = 16
-NEAR_ZERO = 0.05
-"""A layer that sees nothing of the text is right about once in a vocabulary; trained ones on more
-than half of all texts."""
+MAX_S, MAX_SUSPECT_S = 0.35, 2.0
+"""Large models judge fewer guesses; a layer that is rarely right gets more time to prove itself."""
+FEWEST_JUDGED, FEWEST_SUSPECT_JUDGED = 16, 32
+RARELY, NEAR_ZERO = 0.3, 0.12
+"""Trained layers are right on more than half of all texts. One that sees nothing of the text is
+right about once in a vocabulary, and one whose inputs are swapped now and then, where a text
+repeats itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ def measure_acceptance(
     num_blocks: int,
     eos_token_ids: frozenset[int],
 ) -> Acceptance:
-    """Continue the prompts greedily with one guess a step, for at most `MAX_S` seconds.
+    """Continue the prompts greedily with one guess a step, for about `MAX_S` seconds, or
+    `MAX_SUSPECT_S` if few are right.
 
     `runner` is idle, and its cache may be written.
     """
@@ -90,14 +92,17 @@ def measure_acceptance(
         scheduler.add(request)
         for sequence in request.sequences:
             runner.add(sequence.sequence_id, new_runner_sequence(sequence, eos_token_ids))
-    deadline_s = time.monotonic() + MAX_S
+    started_s = time.monotonic()
     num_judged = num_right = 0
     while (plan := scheduler.step(num_drafts=1)) is not None:
         result = runner.run(plan)
         judged, right = _count(plan, result)
         num_judged, num_right = num_judged + judged, num_right + right
         scheduler.finish(result)
-        if time.monotonic() > deadline_s and num_judged >= FEWEST_JUDGED:
+        is_suspect = num_right < RARELY * num_judged
+        fewest = FEWEST_SUSPECT_JUDGED if is_suspect else FEWEST_JUDGED
+        limit_s = MAX_SUSPECT_S if is_suspect else MAX_S
+        if time.monotonic() - started_s > limit_s and num_judged >= fewest:
             break
     for sequence_id in range(len(prompts)):
         runner.drop(sequence_id)

@@ -12,11 +12,12 @@ from typing import BinaryIO
 
 from whalepod.mtp.depth import Depth, FixedDepth
 from whalepod.scheduler.errors import RequestRejected
-from whalepod.scheduler.params import Constraint
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
 from whalepod.scheduler.request import Request, Sequence as ScheduledSequence
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
+from whalepod.server.engine.intake import check_submit
+from whalepod.server.engine.refusals import failure, rejected
 from whalepod.server.engine.runner import Runner, new_runner_sequence
 from whalepod.server.engine.scripted import Encode, Script
 from whalepod.server.engine.speculation import step_record
@@ -26,6 +27,7 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     SequenceOutput,
     Shutdown,
     Stats,
@@ -33,12 +35,12 @@ from whalepod.server.messages import (
     Submit,
     ToEngine,
     ToGateway,
+    Withdraw,
+    Withdrawn,
 )
 from whalepod.server.outputs import join_outputs
 from whalepod.server.structured.interface import Matcher
 
-MAX_NUM_SEQUENCES = 128
-"""Answers to one prompt; OpenAI's own limit."""
 MAX_COMPILING = 256
 """Requests that wait for their grammars."""
 COMPILE_POLL_S = 0.01
@@ -85,6 +87,7 @@ class EngineCore:
         self.info = info
         self.runner = runner
         self.is_stopping = False
+        self.may_sleep = True
         self._scheduler = scheduler
         self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
@@ -96,6 +99,11 @@ class EngineCore:
         self._scripts: dict[int, Script] = {}
         self._held: dict[int, SequenceOutput] = {}
         self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
+
+    def reseed(self, seed: str) -> None:
+        """Start the generator of the seeds of requests that bring none: ranks must not draw the
+        same ones."""
+        self._seeds = random.Random(seed)
 
     @property
     def has_work(self) -> bool:
@@ -169,8 +177,12 @@ class EngineCore:
                 return self._submit(message)
             case Abort(request_id=request_id):
                 return self._abort(request_id)
+            case Withdraw(request_id=request_id):
+                return self._withdraw(request_id)
             case Ping(nonce=nonce):
                 return Pong(nonce=nonce, stats=self.stats)
+            case ResetPrefixCache():
+                self._scheduler.reset_prefix_cache()
             case Shutdown():
                 self.is_stopping = True
         return None
@@ -181,59 +193,45 @@ class EngineCore:
         if constraint is None:
             return self._admit(submit, None)
         if self._grammars is None:
-            return _rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
+            return rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
         if len(self._compiling) >= MAX_COMPILING:
-            return _rejected(submit, "queue_full", f"{MAX_COMPILING} grammars wait to be compiled")
+            return rejected(submit, "queue_full", f"{MAX_COMPILING} grammars wait to be compiled")
         matcher = self._grammars.matcher(constraint)
         if matcher.done():
             return self._admit(submit, matcher)
         self._compiling[submit.request_id] = (submit, matcher)
         return None
 
-    def _admit_compiled(self) -> list[SequenceOutput]:
+    def admit_compiled(self) -> list[SequenceOutput]:
         """Admit the requests whose grammars are ready; return the failures of the others."""
-        if self._compiling and not self._scheduler.has_work:
-            wait([matcher for _, matcher in self._compiling.values()], timeout=COMPILE_POLL_S)
         ready = [item for item in self._compiling.values() if item[1].done()]
         failures = []
         for submit, matcher in ready:
             del self._compiling[submit.request_id]
-            rejected = self._admit(submit, matcher)
-            if rejected is not None:
-                failures.append(_failure(rejected))
+            refusal = self._admit(submit, matcher)
+            if refusal is not None:
+                failures.append(failure(refusal))
         return failures
 
     def _admit(self, submit: Submit, compiled: Future[Matcher] | None) -> Rejected | None:
         try:
             matcher = None if compiled is None else compiled.result()
-            self._check_submit(submit)
+            check_submit(submit, self.info.vocab_size)
             script = self._new_script(submit.test_steps)
             request = self._new_request(submit)
+            self._note_clock()
             self._scheduler.add(request)
         except RequestRejected as error:
-            return _rejected(submit, error.code, error.message)
+            return rejected(submit, error.code, error.message)
         except ValueError as error:
-            return _rejected(submit, "invalid_request", str(error))
+            return rejected(submit, "invalid_request", str(error))
         self._live[request.request_id] = [s.sequence_id for s in request.sequences]
         for sequence in request.sequences:
             self._add_sequence(sequence, script, matcher)
         return None
 
-    def _check_submit(self, submit: Submit) -> None:
-        params, vocab_size = submit.params, self.info.vocab_size
-        if not 1 <= submit.num_sequences <= MAX_NUM_SEQUENCES:
-            raise ValueError(f"n must be in 1..{MAX_NUM_SEQUENCES}, got {submit.num_sequences}")
-        for name, token_ids in (
-            ("prompt", submit.prompt_token_ids),
-            ("logit_bias", tuple(params.logit_bias)),
-            ("stop_token_ids", params.stop_token_ids),
-            ("constraint", _tokens_of(params.constraint)),
-        ):
-            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-                wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
-                raise ValueError(
-                    f"{name} holds token {wrong}; the vocabulary is 0..{vocab_size - 1}"
-                )
+    def _note_clock(self) -> None:
+        self._scheduler.note_clock(time.monotonic_ns() // 1000)
 
     def _new_request(self, submit: Submit) -> Request:
         params = submit.params
@@ -284,6 +282,12 @@ class EngineCore:
             return None
         return StepOutputs(outputs=(), stats=self.stats)
 
+    def _withdraw(self, request_id: str) -> Withdrawn | None:
+        if request_id not in self._compiling and not self._scheduler.is_queued(request_id):
+            return None
+        self._abort(request_id)
+        return Withdrawn(request_id=request_id)
+
     def _drop_sequence(self, sequence_id: int) -> None:
         self.runner.drop(sequence_id)
         self._scripts.pop(sequence_id, None)
@@ -293,23 +297,63 @@ class EngineCore:
 
     def step(self) -> StepOutputs | None:
         """Run one step and return its outputs, perhaps none; None when nothing could run."""
-        if not self.has_work:
-            return None
-        outputs = self._admit_compiled()
+        outputs = self._step() if self.has_work else None
+        self.may_sleep = outputs is None
+        return outputs
+
+    def _step(self) -> StepOutputs | None:
+        if self._compiling and not self._scheduler.has_work:
+            wait([matcher for _, matcher in self._compiling.values()], timeout=COMPILE_POLL_S)
+        outputs = self.admit_compiled()
         if not self._scheduler.has_work:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats)
-        self._scheduler.note_clock(time.monotonic_ns() // 1000)
-        self._num_drafts = self.depth.choose()
-        plan = self._scheduler.step(self._num_drafts)
+        plan = self.plan(self.depth.choose())
         if plan is None:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats) if outputs else None
         plan, result = self._run(plan)
         self.depth.observe(step_record(plan, result))
-        for output in self._scheduler.finish(result):
-            message = self._message(output)
-            if message is not None:
-                outputs.append(message)
+        outputs += self.finish(result)
         return StepOutputs(outputs=tuple(outputs), stats=self.stats)
+
+    @property
+    def num_compiling(self) -> int:
+        """Requests that wait for their grammars."""
+        return len(self._compiling)
+
+    def count_tokens_at_most(self) -> int:
+        """Return a bound on the tokens of the next step; 0: nothing can run."""
+        return self._scheduler.count_tokens_at_most()
+
+    def plan(self, num_drafts: int, max_tokens: int | None = None) -> Plan | None:
+        """Decide what the next step computes; `finish`, `fail` or `give_up` ends it.
+
+        num_drafts  guesses that each row is asked for
+        max_tokens  a bound that was announced; None: as many as the limits allow
+        """
+        self._note_clock()
+        self._num_drafts = num_drafts
+        return self._scheduler.step(num_drafts, max_tokens)
+
+    def finish(self, result: StepResult) -> list[SequenceOutput]:
+        """Take the results of the step in flight."""
+        messages = [self._message(output) for output in self._scheduler.finish(result)]
+        return [message for message in messages if message is not None]
+
+    def fail(self, plan: Plan) -> None:
+        """Keep nothing of the step in flight: its tokens are planned again."""
+        self._scheduler.finish_failed(plan.step)
+
+    def give_up(self, plan: Plan, error: Exception) -> list[SequenceOutput]:
+        """End the requests of the step in flight with an error."""
+        message = f"the engine failed: {type(error).__name__}: {error}"
+        return self.finish(_failed_result(plan, message))
+
+    def refuse_all(self, code: str, message: str) -> list[ToGateway]:
+        """Drop every request and say why; none may be in a step."""
+        request_ids = [*self._compiling, *self._live]
+        for request_id in request_ids:
+            self._abort(request_id)
+        return [Rejected(request_id=r, code=code, message=message) for r in request_ids]
 
     def _run(self, plan: Plan) -> tuple[Plan, StepResult]:
         """Run a step, once more if it fails. Returns the plan now in flight and its result."""
@@ -317,15 +361,14 @@ class EngineCore:
             return plan, self.runner.run(plan)
         except Exception:
             logger.exception("step %d failed and is run again", plan.step)
-        self._scheduler.finish_failed(plan.step)
+        self.fail(plan)
         again = self._scheduler.step(self._num_drafts)
         assert again is not None, f"step {plan.step} failed and cannot be planned again"
         try:
             return again, self.runner.run(again)
-        except Exception as error:
+        except Exception:
             logger.exception("step %d failed again: its requests end", again.step)
-            message = f"the engine failed: {type(error).__name__}: {error}"
-            return again, _failed_result(again, message)
+            return again, _failed_result(again, "the engine failed at this step; its log says why")
 
     def _message(self, output: Output) -> SequenceOutput | None:
         message = SequenceOutput(
@@ -335,6 +378,7 @@ class EngineCore:
             logprobs=tuple(output.logprobs),
             prompt_logprobs=tuple(output.prompt_logprobs),
             num_cached_tokens=output.num_cached_tokens,
+            queue_us=output.queue_us,
             finish_reason=output.finish_reason,
             stop_token_id=output.stop_token_id,
             num_accepted_drafts=output.num_accepted_drafts,
@@ -373,25 +417,3 @@ class EngineCore:
 def _failed_result(plan: Plan, error: str) -> StepResult:
     rows = tuple([RowResult(sequence_id=row.sequence_id, error=error) for row in plan.rows])
     return StepResult(step=plan.step, rows=rows)
-
-
-def _tokens_of(constraint: Constraint | None) -> tuple[int, ...]:
-    if constraint is None:
-        return ()
-    start = () if constraint.starts_after is None else (constraint.starts_after,)
-    return start + constraint.banned_before
-
-
-def _failure(rejected: Rejected) -> SequenceOutput:
-    """Return a refusal of a request that was taken already."""
-    return SequenceOutput(
-        request_id=rejected.request_id,
-        index=0,
-        token_ids=(),
-        finish_reason="error",
-        error=rejected.message,
-    )
-
-
-def _rejected(submit: Submit, code: str, message: str) -> Rejected:
-    return Rejected(request_id=submit.request_id, code=code, message=message)

@@ -38,14 +38,27 @@ class GrammarState:
         self._follows = True
         self._stops_V = np.zeros(vocab_size, np.bool_)
         self._stops_V[list(stop_token_ids)] = True
-        self._before_V = ~self._stops_V
-        self._before_V[list(constraint.banned_before)] = False
+        self._before_V: NDArray[np.bool_] | None = None  # before the beginning: None, any
+        if constraint.banned_before or not constraint.is_optional:
+            self._before_V = np.full(vocab_size, True)
+            self._before_V[list(constraint.banned_before)] = False
+            if not constraint.is_optional:
+                self._before_V &= ~self._stops_V
+        self._num_before = 0
+        self._reasons = constraint.max_reasoning_tokens is not None
+        self._reasoning_end = constraint.reasoning_end
+        self._max_reasoning = constraint.max_reasoning_tokens or 0
+        self._only_end_V = np.zeros(vocab_size, np.bool_)
+        if constraint.reasoning_end is not None:
+            self._only_end_V[constraint.reasoning_end] = True
 
     def observe(self, start: int, token_ids: Sequence[int]) -> None:
         """Take the tokens of a row that starts at position `start`, each position once."""
         for token_id in token_ids[max(self._num_seen - start, 0) :]:
             if not self._has_begun:
                 self._has_begun = token_id == self._starts_after
+                self._reasons = self._reasons and token_id != self._reasoning_end
+                self._num_before += 1
             elif not self._stops_V[token_id] and not self._matcher.consume(token_id):
                 self._follows = False  # a test script wrote it: the sampler cannot
         self._num_seen = max(self._num_seen, start + len(token_ids))
@@ -56,10 +69,13 @@ class GrammarState:
         None: any. Behind a draft that the grammar forbids nobody looks at the choice.
         """
         begun, num_consumed = self._has_begun, 0
+        reasons, num_before = self._reasons, self._num_before
         try:
             for token_id in before:
                 if not begun:
                     begun = token_id == self._starts_after
+                    reasons = reasons and token_id != self._reasoning_end
+                    num_before += 1
                 elif self._stops_V[token_id]:
                     # with ignore_eos the text goes on behind it, and `observe` skips it, too
                     if not self._allowed_next()[token_id]:
@@ -70,7 +86,10 @@ class GrammarState:
                     num_consumed += 1
             if not self._follows:
                 return None
-            return self._allowed_next() if begun else self._before_V
+            if begun:
+                return self._allowed_next()
+            is_spent = reasons and num_before >= self._max_reasoning
+            return self._only_end_V if is_spent else self._before_V
         finally:
             self._matcher.rollback(num_consumed)
 

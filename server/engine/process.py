@@ -9,59 +9,83 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 from whalepod.server.channel import EngineServer
 from whalepod.server.codec import decode_value
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
-from whalepod.server.messages import EngineFailed
-
-if TYPE_CHECKING:
-    from whalepod.server.engine.core import EngineCore  # brings torch: loaded with the model
+from whalepod.server.messages import EngineFailed, EngineInfo, StepOutputs, ToEngine, ToGateway
 
 PARENT_POLL_S = 1.0
 """How soon an engine notices that its launcher is gone."""
 
-Build: TypeAlias = "Callable[[EngineConfig], EngineCore]"
+
+class ServedEngine(Protocol):
+    """What the loop needs of an engine."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def is_stopping(self) -> bool: ...
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether the last step found nothing to do, and only a message can change that."""
+        ...
+
+    def receive(self, messages: Sequence[ToEngine]) -> Sequence[ToGateway]: ...
+
+    def step(self) -> StepOutputs | None: ...
+
+    def rest(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Build: TypeAlias = Callable[[EngineConfig], ServedEngine]
+Open: TypeAlias = Callable[[bytes, EngineServer, Callable[[], bool]], ServedEngine]
+"""(what the launcher wrote to stdin, the channel, whether to stop) -> an engine that can serve."""
 logger = logging.getLogger(__name__)
 
 
-def serve(core: EngineCore, server: EngineServer, should_stop: Callable[[], bool]) -> None:
+def serve(core: ServedEngine, server: EngineServer, should_stop: Callable[[], bool]) -> None:
     """Run the loop until a Shutdown comes or `should_stop`: receive, step, send.
 
     When nothing can run it sleeps until a message wakes it, and checks itself while it does.
     """
-    is_idle, has_rested = True, False
+    has_rested = False
     while not core.is_stopping and not should_stop():
-        messages = server.receive(wait=is_idle)
-        if is_idle and not messages and not has_rested:
+        may_sleep = core.may_sleep
+        messages = server.receive(wait=may_sleep)
+        if may_sleep and not messages and not has_rested:
             core.rest()
             has_rested = True
         for reply in core.receive(messages):
             server.send(reply)
         outputs = core.step()
-        is_idle = outputs is None
+        has_rested = has_rested and core.may_sleep
         if outputs is not None:
-            has_rested = False
             server.send(outputs)
 
 
-def run(address: str, parent_pid: int, build: Build) -> int:
-    """Build the engine that stdin describes and serve until told to stop; return the exit code."""
+def run(address: str, parent_pid: int, open_engine: Open, folders: Sequence[str]) -> int:
+    """Open the engine that stdin describes and serve until told to stop; return the exit code."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle
     threading.Thread(
-        target=_follow_parent, args=(parent_pid, address), name="follow-parent", daemon=True
+        target=_follow_parent, args=(parent_pid, folders), name="follow-parent", daemon=True
     ).start()
     server = EngineServer(address, stop.is_set)
     try:
-        core = build(decode_value(EngineConfig, sys.stdin.buffer.read()))
+        core = open_engine(sys.stdin.buffer.read(), server, stop.is_set)
         server.send(core.info)
         serve(core, server, stop.is_set)
         core.close()
@@ -76,37 +100,40 @@ def run(address: str, parent_pid: int, build: Build) -> int:
     finally:
         server.close()
         if os.getppid() != parent_pid:
-            _remove_socket(address)
+            _remove(folders)
 
 
-def _follow_parent(parent_pid: int, address: str) -> None:
+def _follow_parent(parent_pid: int, folders: Sequence[str]) -> None:
     """End this process when its launcher died: nobody else would."""
     while os.getppid() == parent_pid:
         threading.Event().wait(PARENT_POLL_S)
-    _remove_socket(address)
+    _remove(folders)
     os._exit(1)
 
 
-def _remove_socket(address: str) -> None:
-    """Remove the launcher's folder, which it cannot do any more."""
-    path = address.removeprefix("ipc://")
-    for remove, name in ((os.unlink, path), (os.rmdir, os.path.dirname(path))):
-        try:
-            remove(name)
-        except FileNotFoundError:
-            pass  # both threads may come here
-        except OSError as error:
-            logger.warning("left behind %s: %s", name, error)
+def _remove(folders: Sequence[str]) -> None:
+    """Remove the launcher's folders, which it cannot do any more; others may do so, too."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(arguments: Sequence[str], build: Build) -> int:
+    """Run the engine that `build` makes of the launcher's configuration."""
+    return main_of(arguments, lambda data, *_: build(decode_value(EngineConfig, data)))
+
+
+def main_of(arguments: Sequence[str], open_engine: Open, name: str = "engine") -> int:
     """Parse the launcher's arguments and run."""
-    parser = argparse.ArgumentParser(prog="whalepod engine")
+    parser = argparse.ArgumentParser(prog=f"whalepod {name}")
     parser.add_argument("--address", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--shared-folder", help="removed too, if the launcher cannot")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="engine: %(message)s", stream=sys.stderr)
-    return run(options.address, options.parent_pid, build)
+    logging.basicConfig(level=logging.INFO, format=f"{name}: %(message)s", stream=sys.stderr)
+    folders = [os.path.dirname(options.address.removeprefix("ipc://"))]
+    if options.shared_folder:
+        folders.append(options.shared_folder)
+    return run(options.address, options.parent_pid, open_engine, folders)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ class _ExecutingScheduler(Scheduler):
         for sequence_id in self._sequence_ids.pop(request_id, ()):
             self._runner.drop(sequence_id)
 
-    def step(self, num_drafts: int = 0) -> Plan | None:
-        self._plan = super().step(num_drafts)
+    def step(self, num_drafts: int = 0, max_tokens: int | None = None) -> Plan | None:
+        self._plan = super().step(num_drafts, max_tokens)
         return self._plan
 
     def finish(self, result: StepResult) -> list[Output]:

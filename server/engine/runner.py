@@ -34,6 +34,10 @@ class Model(Protocol):
         """Return the hidden states `[T, H]` after the final norm; cache rows are written."""
         ...
 
+    def join(self) -> None:
+        """Take part in a step of other ranks, without tokens of this one."""
+        ...
+
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """Return f32 logits `[B, V]`."""
         ...
@@ -134,6 +138,11 @@ class Runner:
     def num_sequences(self) -> int:
         return len(self._sequences)
 
+    @property
+    def makes_drafts(self) -> bool:
+        """Whether anyone here guesses ahead."""
+        return self._speculator is not None
+
     def add(self, sequence_id: int, sequence: RunnerSequence) -> None:
         """Take a sequence before its first row."""
         self._sequences[sequence_id] = sequence
@@ -146,8 +155,17 @@ class Runner:
             self._speculator.forget(sequence_id)
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> StepResult:
+    def join(self, num_passes: int) -> None:
+        """Take part in a step of other ranks, in which the draft layer runs `num_passes` times."""
+        self._model.join()
+        if self._speculator is not None:
+            self._speculator.join(num_passes)
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, num_passes: int = 0) -> StepResult:
         """Compute the plan's rows; the results come in their order.
+
+        num_passes  how often the draft layer runs in this step on every rank of a group
 
         A row whose logits are not finite, or whose script fails, carries an error; what fails the
         whole step is raised, and the step may be run again.
@@ -157,7 +175,7 @@ class Runner:
             self._cache.copy_rows(copy.source, copy.target, copy.num_tokens)
             if self._speculator is not None:
                 self._speculator.note_copy(copy)
-        results, draft_ns = self._run_rows(plan.rows) if plan.rows else ((), 0)
+        results, draft_ns = self._run_rows(plan.rows, num_passes) if plan.rows else ((), 0)
         return StepResult(
             step=plan.step,
             rows=results,
@@ -165,7 +183,9 @@ class Runner:
             draft_time_us=draft_ns // 1000,
         )
 
-    def _run_rows(self, rows: SequenceOf[Row]) -> tuple[tuple[RowResult, ...], int]:
+    def _run_rows(
+        self, rows: SequenceOf[Row], num_passes: int
+    ) -> tuple[tuple[RowResult, ...], int]:
         """Return the results of rows and the nanoseconds spent on drafts."""
         batch = self._batches.build(rows)
         hidden_TH = self._model.forward(batch, self._cache)
@@ -184,24 +204,8 @@ class Runner:
         if self._speculator is None:
             return tuple(results), 0
         started = time.perf_counter_ns()
-        self._add_drafts(self._speculator, results, spans, hidden_TH)
+        _add_drafts(self._speculator, results, spans, num_passes)
         return tuple(results), time.perf_counter_ns() - started
-
-    def _add_drafts(
-        self,
-        speculator: Speculator,
-        results: list[RowResult],
-        spans: list[_Rows],
-        hidden_TH: Tensor,
-    ) -> None:
-        """Put drafts into the results. What is known of the texts grows here, at the end of a
-        step, so that one that is run again finds what it found the first time."""
-        ends = [span.text_end() for span in spans]
-        for i, drafts in enumerate(speculator.draft(ends, hidden_TH)):
-            if drafts:
-                results[i] = replace(results[i], draft_token_ids=drafts)
-            if accepted := ends[i].accepted:
-                spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
     def _sample(self, hidden_TH: Tensor, spans: list[_Rows]) -> list[list[_Choice]]:
         """Choose a token at each wanted position of each row, all rows in one pass."""
@@ -271,6 +275,19 @@ class _Choice:
     token_id: int
     logprob: TokenLogprob | None
     is_fault: bool
+
+
+def _add_drafts(
+    speculator: Speculator, results: list[RowResult], spans: list[_Rows], num_passes: int
+) -> None:
+    """Put drafts into the results. What is known of the texts grows here, at the end of a step, so
+    that one that is run again finds what it found the first time."""
+    ends = [span.text_end() for span in spans]
+    for i, drafts in enumerate(speculator.draft(ends, num_passes)):
+        if drafts:
+            results[i] = replace(results[i], draft_token_ids=drafts)
+        if accepted := ends[i].accepted:
+            spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
 
 def _judge(span: _Rows, choices: list[_Choice]) -> None:

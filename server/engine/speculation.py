@@ -10,7 +10,7 @@ from torch import Tensor
 
 from whalepod.models.batch import ForwardBatch
 from whalepod.mtp.config import MAX_DRAFT_TOKENS
-from whalepod.mtp.draft import Drafter, DraftStart
+from whalepod.mtp.draft import Drafter, DraftStart, KnownStates, StepStates
 from whalepod.mtp.lookup import TextLookup
 from whalepod.mtp.stats import (
     ONE,
@@ -113,6 +113,7 @@ class Speculator:
         self._sampler = sampler
         self._with_lookup = with_lookup
         self._kept: dict[int, _Speculation] = {}
+        self._states: StepStates | None = None
 
     @property
     def makers(self) -> tuple[str, ...]:
@@ -131,18 +132,24 @@ class Speculator:
             self._drafter.copy_block(copy.source, copy.target)
 
     def note_forward(self, rows: Sequence[Row], batch: ForwardBatch, hidden_TH: Tensor) -> None:
-        """Store what the draft layer keeps of the step's tokens."""
+        """Store what the draft layers keep of the step's tokens. `batch` may be overwritten."""
         if self._drafter is not None:
-            self._drafter.write_rows(rows, batch, hidden_TH)
+            self._states = self._drafter.write_rows(rows, batch, hidden_TH)
 
     def log_q(self, row: Row, index: int) -> Tensor | None:
         """Return what a row's draft was drawn from, if it was not certain."""
         log_qs = self._kept[row.sequence_id].log_qs
         return log_qs[index] if log_qs else None
 
-    def draft(self, ends: Sequence[TextEnd], hidden_TH: Tensor) -> list[tuple[int, ...]]:
+    def join(self, num_passes: int) -> None:
+        """Take part in other ranks' passes of the draft layers, without tokens of this one."""
+        if self._drafter is not None:
+            self._drafter.join(num_passes)
+
+    def draft(self, ends: Sequence[TextEnd], num_passes: int = 0) -> list[tuple[int, ...]]:
         """Guess what follows each text, at most as many tokens as its row wants.
 
+        All ranks of a group run the draft layer `num_passes` times in a step.
         What is kept changes at the end only, where nothing can fail any more: a step that is run
         again finds what it found the first time.
         """
@@ -159,19 +166,31 @@ class Speculator:
             else:
                 asking.append(i)
                 makers[i] = "mtp"
-        hidden_BH = hidden_TH[[end.hidden_row for end in ends]]
+        known = self._known_states(ends)
         log_qs: list[list[Tensor | None]] = [[] for _ in ends]
         if asking:
-            starts = [_start(ends[i], hidden_BH[i]) for i in asking]
-            for i, drafts, drawn_from in self._ask_model(ends, starts, asking):
+            starts = [_start(ends[i], known[i]) for i in asking]
+            for i, drafts, drawn_from in self._ask_model(ends, starts, asking, num_passes):
                 guesses[i], log_qs[i] = drafts, drawn_from
+        elif self._drafter is not None:
+            self._drafter.join_passes(num_passes)
         for i, end in enumerate(ends):
-            self._keep(end, hidden_BH[i], makers[i], log_qs[i], looked_up[i])
+            self._keep(end, makers[i], log_qs[i], looked_up[i])
+        if self._drafter is not None:
+            for end, states in zip(ends, known, strict=True):
+                self._drafter.keep(end.row.sequence_id, states)
         return guesses
+
+    def _known_states(self, ends: Sequence[TextEnd]) -> list[KnownStates]:
+        """Return the states of each text's last true token; none without draft layers."""
+        if self._states is None:
+            return []
+        return self._states.at([end.hidden_row for end in ends], [end.position - 1 for end in ends])
 
     def _look_up(self, end: TextEnd) -> tuple[int, ...]:
         kept = self._kept.get(end.row.sequence_id)
-        if not self._with_lookup or not end.wants_drafts:
+        is_off = end.state.params.num_speculative_tokens == 0
+        if not self._with_lookup or not end.wants_drafts or is_off:
             return ()
         if kept is None or kept.lookup is None:
             lookup = TextLookup(end.state.prompt_token_ids)
@@ -190,7 +209,11 @@ class Speculator:
         return self._kept[end.row.sequence_id].prefers_lookup(num_guessed, num_wanted)
 
     def _ask_model(
-        self, ends: Sequence[TextEnd], starts: Sequence[DraftStart], asking: Sequence[int]
+        self,
+        ends: Sequence[TextEnd],
+        starts: Sequence[DraftStart],
+        asking: Sequence[int],
+        num_passes: int,
     ) -> Iterator[tuple[int, tuple[int, ...], list[Tensor | None]]]:
         """Yield (number of the text, the layer's drafts, what they were drawn from)."""
         assert self._drafter is not None, "lookup never asks the model"
@@ -205,14 +228,13 @@ class Speculator:
                 log_qs[i].append(log_q_V)
             return token_ids
 
-        drafts = self._drafter.draft(starts, choose)
+        drafts = self._drafter.draft(starts, choose, num_passes)
         for i, token_ids, drawn_from in zip(asking, drafts, log_qs, strict=True):
             yield i, tuple(token_ids), drawn_from
 
     def _keep(
         self,
         end: TextEnd,
-        hidden_H: Tensor,
         maker: Literal["mtp", "lookup"] | None,
         log_qs: list[Tensor | None],
         looked_up: tuple[int, ...],
@@ -225,18 +247,15 @@ class Speculator:
         # a text of which it did not see every token (a warm-up's) is of no use to it
         if kept.lookup is not None and len(kept.lookup) == end.position - len(end.accepted):
             kept.lookup.extend(end.new_token_ids)
-        if self._drafter is not None:
-            self._drafter.keep(sequence_id, end.position - 1, hidden_H)
 
 
-def _start(end: TextEnd, hidden_H: Tensor) -> DraftStart:
+def _start(end: TextEnd, known: KnownStates) -> DraftStart:
     assert end.token_id is not None, "drafts follow a sampled token"
     return DraftStart(
         sequence_id=end.row.sequence_id,
         token_id=end.token_id,
-        position=end.position,
         block_ids=end.row.block_ids,
-        hidden_H=hidden_H,
+        known=known,
         num_wanted=end.row.num_drafts_wanted,
     )
 

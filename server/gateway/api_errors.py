@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -22,13 +23,17 @@ STATUS_OF_CODE: dict[str, int] = {
     "invalid_api_key": HTTPStatus.UNAUTHORIZED,
     "model_not_found": HTTPStatus.NOT_FOUND,
     "not_found": HTTPStatus.NOT_FOUND,
+    "response_not_found": HTTPStatus.NOT_FOUND,
     "method_not_allowed": HTTPStatus.METHOD_NOT_ALLOWED,
     "body_too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     "request_timeout": HTTPStatus.REQUEST_TIMEOUT,
+    "aborted": CLIENT_CLOSED_REQUEST,
     "client_left": CLIENT_CLOSED_REQUEST,
     "queue_full": HTTPStatus.TOO_MANY_REQUESTS,
     "engine_error": HTTPStatus.INTERNAL_SERVER_ERROR,
     "internal_error": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "deadline_exceeded": HTTPStatus.GATEWAY_TIMEOUT,
+    "draining": HTTPStatus.SERVICE_UNAVAILABLE,
     "engine_lost": HTTPStatus.SERVICE_UNAVAILABLE,
 }
 """Every other code is a mistake of the request: 400."""
@@ -36,11 +41,29 @@ STATUS_OF_CODE: dict[str, int] = {
 EXTRA_HEADERS: dict[str, dict[str, str]] = {
     "invalid_api_key": {"www-authenticate": "Bearer"},
     "queue_full": {"retry-after": "1"},
+    # it would take as long again: OpenAI's clients repeat a 5xx unless they are told not to
+    "deadline_exceeded": {"x-should-retry": "false"},
+    "draining": {"retry-after": "5", "connection": "close"},
     "engine_lost": {"retry-after": "5"},
     # the rest of the body is not read: the connection cannot carry another request
     "body_too_large": {"connection": "close"},
     "request_timeout": {"connection": "close"},
 }
+
+
+ANTHROPIC_PATH: Final = "/v1/messages"
+"""Below it errors have Anthropic's shape."""
+
+ANTHROPIC_TYPES: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+"""Every other status below 500 is an invalid_request_error, the rest an api_error."""
 
 
 class ApiError(Exception):
@@ -72,9 +95,20 @@ class ApiError(Exception):
         fields = {"message": self.message, "type": self.type, "param": self.param}
         return {"error": {**fields, "code": self.code}}
 
-    def response(self) -> Response:
+    def anthropic_body(self, request_id: str | None = None) -> dict[str, object]:
+        """Return the JSON object that Anthropic's clients read."""
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        error = {"type": ANTHROPIC_TYPES.get(self.status, other), "message": self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
+
+    def response(self, scope: Mapping[str, Any] | None = None) -> Response:
+        """Return the answer to the request of an ASGI `scope`, in the shape of its API."""
+        body = self.body()
+        path = scope["path"] if scope else ""
+        if scope and (path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")):
+            body = self.anthropic_body(scope.get("state", {}).get("request_id"))
         return Response(
-            orjson.dumps(self.body()),
+            orjson.dumps(body),
             status_code=self.status,
             media_type="application/json",
             headers=self.headers,
@@ -94,7 +128,8 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestRejected():
             return ApiError(error.code, error.message, error.param)
         case EngineLost():
-            return ApiError("engine_lost", f"the engine is not available: {error}")
+            # its own words are in the log: they are not for clients
+            return ApiError("engine_lost", "the engine is not available; the server's log says why")
         case ClientDisconnect():
             return ApiError("client_left", "the client left while it sent its request")
         case HTTPException():
@@ -110,14 +145,14 @@ def _from_http_exception(error: HTTPException) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI, count: Callable[[str], None]) -> None:
-    """Make every error answer of the application an OpenAI-shaped one; `count` gets its code."""
+    """Give every error answer the shape of its API; `count` gets its code."""
 
     def answer(request: Request, error: Exception) -> Response:
         api_error = as_api_error(error)
         if api_error.code in ("not_found", "method_not_allowed"):
             api_error.message = f"{request.method} {request.url.path}: {api_error.message}"
         count(api_error.code)
-        return api_error.response()
+        return api_error.response(request.scope)
 
     for kind in (ApiError, ClientDisconnect, RequestRejected, EngineLost, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

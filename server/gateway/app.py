@@ -6,22 +6,32 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 import whalepod
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway import (
+    routes_abort,
     routes_generate,
     routes_health,
+    routes_messages,
     routes_models,
     routes_page,
+    routes_responses,
     routes_tokens,
 )
 from whalepod.server.gateway.api_errors import install_error_handlers
-from whalepod.server.gateway.auth import ApiKeyMiddleware, RequestIdMiddleware
+from whalepod.server.gateway.auth import ApiKeyMiddleware, RequestIdMiddleware, read_keys
 from whalepod.server.gateway.gateway import Gateway
+from whalepod.server.gateway.live_requests import LiveRequestMiddleware
 from whalepod.server.gateway.openapi import install_docs
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.upstream import Upstream
+
+_ROUTES = (
+    *(routes_generate, routes_responses, routes_messages, routes_abort),
+    *(routes_models, routes_tokens, routes_health, routes_page),
+)
 
 
 def create_app(
@@ -51,12 +61,22 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.gateway = gateway
-    for routes in (routes_generate, routes_models, routes_tokens, routes_health, routes_page):
+    for routes in _ROUTES:
         app.include_router(routes.router)
     install_docs(app)
     install_error_handlers(app, gateway.metrics.count_error)
     # the last one added is the outermost
-    if config.api_key:
-        app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
+    count = gateway.metrics.count_error
+    app.add_middleware(LiveRequestMiddleware, requests=gateway.requests, count=count)
+    if keys := read_keys(config.api_key, config.api_key_file):
+        app.add_middleware(ApiKeyMiddleware, keys=keys, count=count)
     app.add_middleware(RequestIdMiddleware)
+    if config.cors_allow_origin:  # outside of the keys: browsers ask without one first
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_allow_origin,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     return app

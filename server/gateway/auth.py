@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from whalepod.server.errors import StartupError
 from whalepod.server.gateway.api_errors import ApiError
 
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi.json"})
-_OPEN_FOLDERS = ("/docs/", "/page/")
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi.json"})
+OPEN_FOLDERS = ("/docs/", "/page/")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_KEY = re.compile(r"[\x21-\x7e]+")
+
+
+def read_keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:
+    """Return the keys that were given and those of a file, one a line; `#` begins a comment.
+
+    Raises StartupError, which names no key, for a file that cannot be read or holds none, and for
+    a key that no header can carry.
+    """
+    keys = list(given)
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartupError(f"the file of API keys, {file}, cannot be read: {error}") from error
+        found = [line.strip() for line in lines]
+        found = [line for line in found if line and not line.startswith("#")]
+        if not found:
+            raise StartupError(f"the file of API keys, {file}, holds no key: write one a line")
+        keys += found
+    for i, key in enumerate(keys):
+        if not _KEY.fullmatch(key):
+            raise StartupError(
+                f"API key {i + 1} is empty or has white space or letters beyond ASCII"
+            )
+    return tuple(keys)
+
+
+def given_key(scope: Scope) -> str | None:
+    """Return the key that a request shows: OpenAI's header, or Anthropic's; None without."""
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
 class RequestIdMiddleware:
@@ -30,34 +66,57 @@ class RequestIdMiddleware:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
 
+        scope.setdefault("state", {})["request_id"] = request_id
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = request_id  # Anthropic's name
             await send(message)
 
         await self._app(scope, receive, send_with_id)
 
 
 class ApiKeyMiddleware:
-    """Ask for one of the keys everywhere but for health, the documentation and the page."""
+    """Ask for one of the keys everywhere but on the open paths; note which one it was."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        count: Callable[[str], None],
+        open_paths: Collection[str] = OPEN_PATHS,
+        open_folders: tuple[str, ...] = OPEN_FOLDERS,
+    ) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._digests = [_digest(key) for key in keys]
+        self._count = count
+        self._open_paths, self._open_folders = open_paths, open_folders
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._is_allowed(scope):
-            error = ApiError("invalid_api_key", "a valid API key is needed: Authorization: Bearer")
-            await error.response()(scope, receive, send)
+        if scope["type"] != "http" or self._is_open(scope["path"]):
+            await self._app(scope, receive, send)
             return
+        number = self._number_of(given_key(scope))
+        if number is None:
+            self._count("invalid_api_key")
+            header = "Authorization: Bearer KEY, or x-api-key: KEY"
+            error = ApiError("invalid_api_key", f"a valid API key is needed: {header}")
+            await error.response(scope)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["key_number"] = number
         await self._app(scope, receive, send)
 
-    def _is_allowed(self, scope: Scope) -> bool:
-        path = scope["path"]
-        if path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS):
-            return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip().encode()
-        # every key is compared, in constant time: the answer's delay says nothing
-        matches = [hmac.compare_digest(given, wanted) for wanted in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+    def _is_open(self, path: str) -> bool:
+        return path in self._open_paths or path.startswith(self._open_folders)
+
+    def _number_of(self, key: str | None) -> int | None:
+        """Compare with every key, in constant time: the answer's delay says nothing."""
+        given = _digest(key or "")
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return matches.index(True) if key is not None and any(matches) else None
+
+
+def _digest(key: str) -> bytes:
+    """Return bytes of one length for keys of any, so that a comparison hides that, too."""
+    return hashlib.sha256(key.encode()).digest()

@@ -33,7 +33,9 @@ def board(gateway: Gateway) -> dict[str, object]:
         "finished": _by_label(gateway.metrics.success),
         "errors": _by_label(gateway.metrics.errors),
         "speculation": _speculation(stats),
-        "ranks": [{"rank": 0, **stats}],
+        "ranks": [
+            {"rank": rank, **asdict(own)} for rank, own in gateway.upstream.rank_stats.items()
+        ],
         "experts": None,
     }
 

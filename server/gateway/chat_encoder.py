@@ -23,12 +23,14 @@ from whalepod.server.gateway.families.interface import (
     ToolCallStarted,
 )
 from whalepod.server.gateway.logprobs import chat_logprobs
-from whalepod.server.gateway.sse import DONE, frame
+from whalepod.server.gateway.sse import DONE, PING, frame
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
 
 class ChatEncoder:
     """Write `chat.completion.chunk` frames, or one `chat.completion` object."""
+
+    ping = PING
 
     def __init__(
         self, header: AnswerHeader, options: EncoderOptions, tokenizer: TextTokenizer

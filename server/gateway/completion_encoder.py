@@ -17,12 +17,14 @@ from whalepod.server.gateway.events import (
     UsageReady,
 )
 from whalepod.server.gateway.logprobs import completion_logprobs
-from whalepod.server.gateway.sse import DONE, frame
+from whalepod.server.gateway.sse import DONE, PING, frame
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
 
 class CompletionEncoder:
     """Write `text_completion` frames, or one such object."""
+
+    ping = PING
 
     def __init__(
         self, header: AnswerHeader, options: EncoderOptions, tokenizer: TextTokenizer

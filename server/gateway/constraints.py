@@ -11,7 +11,7 @@ import orjson
 from whalepod.scheduler.params import Constraint
 from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.families.interface import CallOptions, Family, Start
-from whalepod.server.gateway.functions import Functions, ToolChoice
+from whalepod.server.gateway.functions import Functions, ToolChoice, strict_functions
 from whalepod.server.gateway.limits import MAX_FORCED_CALLS, MAX_GRAMMAR_CHARS, MAX_NUM_CHOICE_TEXTS
 from whalepod.server.gateway.schema import ChatRequest, ResponseFormat
 from whalepod.server.gateway.tokenizer import TextTokenizer
@@ -60,6 +60,17 @@ def of_structured_outputs(fields: Mapping[str, Any] | None) -> Constraint | None
     raise invalid(path, f"{path} is not supported, or not in this form")
 
 
+def thinking_budget(request: ChatRequest) -> int | None:
+    """Return how many tokens the reasoning may have, by either name; None: as many as it likes."""
+    if request.thinking_token_budget is not None or not isinstance(request.thinking, dict):
+        return request.thinking_token_budget
+    budget = request.thinking.get("budget_tokens")
+    if budget is not None and (type(budget) is not int or budget < 0):
+        path = "thinking.budget_tokens"
+        raise invalid(path, f"{path} must be an integer of at least 0, got {budget!r:.40}")
+    return budget
+
+
 class Constraints:
     """Builds the grammars of chats, which may call functions and reason first."""
 
@@ -74,6 +85,20 @@ class Constraints:
 
         Raises ApiError for wishes that exclude each other, or that the model's format cannot have.
         """
+        constraint, param = self._of_answer(request, functions, choice, start)
+        budget, family = thinking_budget(request), self._family
+        if budget is None or start != "reasoning" or not (family and family.reasoning_end):
+            return constraint, param
+        end = self._reasoning_end(family)
+        if constraint is None:
+            param = "thinking_token_budget"
+            constraint = Constraint(kind="any", grammar="", starts_after=end, is_optional=True)
+        return replace(constraint, reasoning_end=end, max_reasoning_tokens=budget), param
+
+    def _of_answer(
+        self, request: ChatRequest, functions: Functions, choice: ToolChoice, start: Start
+    ) -> tuple[Constraint | None, str]:
+        """Return the grammar of an answer whose reasoning has no bound."""
         asked = of_structured_outputs(request.structured_outputs)
         formatted = of_response_format(request.response_format)
         parallel = request.parallel_tool_calls is not False
@@ -92,9 +117,42 @@ class Constraints:
             if choice.mode == "auto" and self._family is not None:
                 calls = self._calls(functions, choice, parallel=parallel)
                 asked = _or_calls(formatted, calls)
+        elif asked is None and choice.mode == "auto":
+            strict = strict_functions(request.tools)
+            return self._strict_calls(functions, strict, parallel=parallel), "tools"
         if asked is None:
             return None, param
         return self._after_reasoning(_bounded(asked, param), choice, start), param
+
+    def _strict_calls(
+        self, functions: Functions, strict: frozenset[str], *, parallel: bool
+    ) -> Constraint | None:
+        """Return a grammar that begins with a block of calls, if the model begins one.
+
+        Arguments of functions that are not strict may be any object. None: no function is strict,
+        or the model has no token that opens a block.
+        """
+        family = self._family
+        if family is None or not strict:
+            return None
+        block, *single = family.call_openers
+        opener = self._tokenizer.ids_of([block])
+        if not opener:
+            return None
+        options = CallOptions(
+            tools={name: functions[name] if name in strict else ANY_OBJECT for name in functions},
+            max_calls=MAX_FORCED_CALLS if parallel else 1,
+            marker=self._marker_term,
+            is_open=True,
+        )
+        constraint = Constraint(
+            kind="lark",
+            grammar=f"start: calls\n{family.call_grammar(options)}",
+            starts_after=min(opener),
+            is_optional=True,
+            banned_before=tuple(sorted(self._tokenizer.ids_of(single))),
+        )
+        return _bounded(constraint, "tools")
 
     def _calls(self, functions: Functions, choice: ToolChoice, *, parallel: bool) -> str:
         if self._family is None:
@@ -123,12 +181,16 @@ class Constraints:
         family = self._family
         if family is None or family.reasoning_end is None or start != "reasoning":
             return constraint
-        end = self._tokenizer.ids_of([family.reasoning_end])
+        end = self._reasoning_end(family)
+        banned = self._tokenizer.ids_of(family.markers) - {end} if choice.is_forced else ()
+        return replace(constraint, starts_after=end, banned_before=tuple(sorted(banned)))
+
+    def _reasoning_end(self, family: Family) -> int:
+        end = self._tokenizer.ids_of([family.reasoning_end] if family.reasoning_end else [])
         if not end:
             message = f"{family.reasoning_end} is no token of this model: turn thinking off"
             raise invalid("thinking", message)
-        banned = self._tokenizer.ids_of(family.markers) - end if choice.is_forced else ()
-        return replace(constraint, starts_after=min(end), banned_before=tuple(sorted(banned)))
+        return min(end)
 
 
 def _or_calls(constraint: Constraint, calls: str) -> Constraint:

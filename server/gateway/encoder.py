@@ -43,6 +43,11 @@ class EncoderOptions:
 class Encoder(Protocol):
     """One API's view of the events."""
 
+    @property
+    def ping(self) -> bytes:
+        """What a silent stream sends to stay open."""
+        ...
+
     def frames(self, event: Event) -> bytes:
         """Return the stream's bytes for an event; b"" when the API says nothing about it."""
         ...
@@ -58,6 +63,9 @@ def usage_fields(usage: UsageReady) -> dict[str, object]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        # DeepSeek's names beside OpenAI's
+        "prompt_cache_hit_tokens": usage.cached_tokens,
+        "prompt_cache_miss_tokens": usage.prompt_tokens - usage.cached_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,

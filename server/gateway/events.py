@@ -24,6 +24,8 @@ class RoleStarted:
     """A choice begins; comes before everything else of its index."""
 
     index: int
+    cached_tokens: int = 0
+    """Those of the prompt that were found in the cache, as far as known by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,22 @@ def read_functions(tools: Sequence[dict[str, Any]] | None) -> Functions:
     return functions
 
 
+def strict_functions(tools: Sequence[dict[str, Any]] | None) -> frozenset[str]:
+    """Return the names of the functions whose arguments must fulfil their schemas."""
+    names = set()
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if tool["type"] != "function" or not isinstance(function, dict):
+            continue
+        strict = function.get("strict")
+        if not isinstance(strict, bool | None):
+            path = f"tools[{i}].function.strict"
+            raise invalid(path, f"{path} must be true or false")
+        if strict:
+            names.add(function["name"])
+    return frozenset(names)
+
+
 def _read_name(name: object, path: str) -> str:
     path = f"{path}.name"
     if not isinstance(name, str):

@@ -20,11 +20,16 @@ from whalepod.server.gateway.generation import PromptRun
 from whalepod.server.gateway.limits import (
     GRAMMAR_TIMEOUT_S,
     MAX_PENDING_TOKENIZATIONS,
+    MAX_STORED_RESPONSES,
+    MAX_STORED_RESPONSES_BYTES,
     NUM_TOKENIZER_THREADS,
 )
+from whalepod.server.gateway.live_requests import LiveRequests
 from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
+from whalepod.server.gateway.rank_metrics import RankCollector
+from whalepod.server.gateway.response_store import ResponseStore
 from whalepod.server.gateway.schema import SamplingFields
 from whalepod.server.gateway.scripted_turns import read_script, steps_for
 from whalepod.server.gateway.tokenizer import TextTokenizer
@@ -49,6 +54,8 @@ class Gateway:
         self.upstream = upstream
         self.tokenizer = tokenizer
         self.metrics = Metrics(lambda: upstream.stats)
+        self.metrics.registry.register(RankCollector(lambda: upstream.rank_stats))
+        self.requests = LiveRequests(config.request_timeout_s)
         self.offload = Offload(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
         family = choose_family(
             tokenizer.chat_template,
@@ -58,6 +65,7 @@ class Gateway:
         self.preparation = Preparation(
             upstream.info, tokenizer, default_params, config.enable_test_hooks, family
         )
+        self.stored_responses = ResponseStore(MAX_STORED_RESPONSES, MAX_STORED_RESPONSES_BYTES)
         self._grammars: GrammarChecker | None = None
         self._script = read_script(Path(config.test_script)) if config.test_script else []
         self.model_names: Sequence[str] = config.served_model_name or (upstream.info.model_type,)
@@ -86,7 +94,7 @@ class Gateway:
         """Return when the grammars of a request are known to compile; ApiError says why not."""
         for run in runs:
             constraint = run.submit.params.constraint
-            if constraint is None:
+            if constraint is None or constraint.kind == "any":
                 continue
             if self._grammars is None:
                 self._grammars = self._new_checker()

@@ -73,7 +73,7 @@ class ChoiceDecoder:
         """Yield the events of new tokens, as long as the choice is not done."""
         if not self._started:
             self._started = True
-            yield RoleStarted(index=self._index)
+            yield RoleStarted(index=self._index, cached_tokens=output.num_cached_tokens)
             if self._run.echo:
                 yield self._echo(prompt_logprobs)
         delta, stop = self._decode(output)
@@ -208,6 +208,7 @@ async def _generate_one(
     prompt_logprobs: list[TokenLogprob] = []  # all on the first sequence, before any token
     num_cached = 0
     num_live = len(decoders)
+    prompt_timer = timer.prompt(len(run.submit.prompt_token_ids))
     try:
         async with aclosing(upstream.submit(run.submit)) as outputs:
             async for output in outputs:
@@ -219,10 +220,12 @@ async def _generate_one(
                 num_live -= output.finish_reason is not None
                 if decoder.done or not (output.token_ids or output.finish_reason):
                     continue  # text after a stop string, or a chunk of the prompt
-                timer.tokens(run.first_index + output.index, len(output.token_ids))
+                prompt_timer.output(output.index, len(output.token_ids), output.queue_us / 1e6)
+                if output.token_ids:
+                    timer.token()
                 for event in decoder.push(output, prompt_logprobs):
                     if isinstance(event, Finished):
-                        timer.finished(output.finish_reason or "stop")
+                        prompt_timer.finished(output.index, output.finish_reason or "stop")
                     yield event
                 if num_live and all(decoder.done for decoder in decoders):
                     break  # all have their stop strings: closing aborts what still runs

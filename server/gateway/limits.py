@@ -22,11 +22,19 @@ MAX_NUM_TEST_STEPS = 16_384
 MAX_SHORT_TEXT_CHARS = 512
 """`user`, `cache_salt`, `model` and other names."""
 
+MAX_NUM_METADATA = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_STORED_RESPONSES = 1024
+MAX_STORED_RESPONSES_BYTES = 64 * 1024 * 1024
+"""All that `previous_response_id` can refer to; the oldest leave first."""
+MIN_THINKING_BUDGET_TOKENS = 1024
+"""Anthropic's."""
+
 BODY_TIMEOUT_S = 60.0
 """A body must have arrived by then: a client that sends a byte a second holds no connection."""
+HEAD_TIMEOUT_S = 20.0
+"""The same for the request line and the headers."""
 START_WAIT_S = 0.25
 """How long a stream waits for a refusal before it answers 200 and sends its headers."""
-PING_INTERVAL_S = 15.0
-"""A silent stream sends a comment this often, so that proxies keep it open."""
 NUM_TOKENIZER_THREADS = 2
 MAX_PENDING_TOKENIZATIONS = 1024

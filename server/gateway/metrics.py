@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,6 +25,15 @@ _REQUEST_BUCKETS_S = (
     *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
+_PHASES = {
+    "e2e_request_latency_seconds": "Arrival of a request to its last token.",
+    "request_queue_time_seconds": "Arrival of a prompt in the engine to its admission.",
+    "request_prefill_time_seconds": "Admission of a prompt to its first token.",
+    "request_decode_time_seconds": "First to last token of a choice.",
+    "request_inference_time_seconds": "Admission of a prompt to the last token of a choice.",
+}
+_TOKEN_COUNT_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+
 
 class _EngineCollector(Collector):
     """Exports the engine's own counters, read from its newest statistics at each scrape."""
@@ -33,37 +43,9 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
-        used = stats.num_owned_blocks / stats.num_blocks if stats.num_blocks else 0.0
-        gauges = {
-            "num_requests_running": ("Sequences that run.", stats.num_running),
-            "num_requests_waiting": ("Requests that wait for admission.", stats.num_waiting),
-            "kv_cache_usage_perc": ("Share of KV blocks in use (1 is full).", used),
-            "kv_cache_free_blocks": ("KV blocks that hold nothing.", stats.num_free_blocks),
-            "kv_cache_cached_blocks": ("Unused KV blocks kept for reuse.", stats.num_cached_blocks),
-            "kv_cache_owned_blocks": ("KV blocks of live requests.", stats.num_owned_blocks),
-            "kv_cache_blocks": ("All KV blocks.", stats.num_blocks),
-            "num_speculative_tokens": (
-                "Tokens guessed ahead in the last step.",
-                stats.num_speculative_tokens,
-            ),
-        }
-        counters = {
-            "prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_cache_queries_tokens),
-            "prefix_cache_hits": ("Prompt tokens found.", stats.prefix_cache_hits_tokens),
-            "prompt_tokens": ("Prompt tokens processed.", stats.prompt_tokens),
-            "generation_tokens": ("Tokens generated.", stats.generation_tokens),
-            "num_preemptions": ("Sequences preempted for lack of blocks.", stats.num_preemptions),
-            "engine_steps": ("Steps of the engine loop.", stats.num_steps),
-            "spec_decode_num_drafts": ("Runs of guesses verified.", stats.num_drafts),
-            "spec_decode_num_draft_tokens": ("Guesses verified.", stats.num_draft_tokens),
-            "spec_decode_num_accepted_tokens": (
-                "Guesses that were right.",
-                stats.num_accepted_tokens,
-            ),
-        }
-        for name, (text, value) in gauges.items():
+        for name, (text, value) in _gauges(stats).items():
             yield GaugeMetricFamily(f"whalepod_{name}", text, value=value)
-        for name, (text, value) in counters.items():
+        for name, (text, value) in _counters(stats).items():
             yield CounterMetricFamily(f"whalepod_{name}", text, value=value)
         by_position = CounterMetricFamily(
             "whalepod_spec_decode_num_accepted_tokens_per_pos",
@@ -73,6 +55,40 @@ class _EngineCollector(Collector):
         for position, count in enumerate(stats.num_accepted_by_position):
             by_position.add_metric([str(position)], count)
         yield by_position
+
+
+def _gauges(stats: Stats) -> dict[str, tuple[str, float]]:
+    used = stats.num_owned_blocks / stats.num_blocks if stats.num_blocks else 0.0
+    return {
+        "num_requests_running": ("Sequences that run.", stats.num_running),
+        "num_requests_waiting": ("Requests that wait for admission.", stats.num_waiting),
+        "kv_cache_usage_perc": ("Share of KV blocks in use (1 is full).", used),
+        "kv_cache_free_blocks": ("KV blocks that hold nothing.", stats.num_free_blocks),
+        "kv_cache_cached_blocks": ("Unused KV blocks kept for reuse.", stats.num_cached_blocks),
+        "kv_cache_owned_blocks": ("KV blocks of live requests.", stats.num_owned_blocks),
+        "kv_cache_blocks": ("All KV blocks.", stats.num_blocks),
+        "num_speculative_tokens": (
+            "Tokens guessed ahead in the last step.",
+            stats.num_speculative_tokens,
+        ),
+    }
+
+
+def _counters(stats: Stats) -> dict[str, tuple[str, float]]:
+    return {
+        "prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_cache_queries_tokens),
+        "prefix_cache_hits": ("Prompt tokens found.", stats.prefix_cache_hits_tokens),
+        "prompt_tokens": ("Prompt tokens processed.", stats.prompt_tokens),
+        "generation_tokens": ("Tokens generated.", stats.generation_tokens),
+        "num_preemptions": ("Sequences preempted for lack of blocks.", stats.num_preemptions),
+        "engine_steps": ("Steps of the engine loop.", stats.num_steps),
+        "spec_decode_num_drafts": ("Runs of guesses verified.", stats.num_drafts),
+        "spec_decode_num_draft_tokens": ("Guesses verified.", stats.num_draft_tokens),
+        "spec_decode_num_accepted_tokens": (
+            "Guesses that were right.",
+            stats.num_accepted_tokens,
+        ),
+    }
 
 
 class Metrics:
@@ -89,10 +105,19 @@ class Metrics:
         self.inter_token = self._histogram(
             "inter_token_latency_seconds", "Between two outputs of a choice.", _TOKEN_BUCKETS_S
         )
-        self.end_to_end = self._histogram(
-            "e2e_request_latency_seconds",
-            "Arrival of a request to its last token.",
-            _REQUEST_BUCKETS_S,
+        self.time_per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time of a choice's tokens behind the first.",
+            _TOKEN_BUCKETS_S,
+        )
+        self.end_to_end, self.queue, self.prefill, self.decode, self.inference = (
+            self._histogram(name, text, _REQUEST_BUCKETS_S) for name, text in _PHASES.items()
+        )
+        self.prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Tokens of a prompt.", _TOKEN_COUNT_BUCKETS
+        )
+        self.generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens of a choice.", _TOKEN_COUNT_BUCKETS
         )
         self.success = self._counter(
             "request_success", "Ended choices by reason.", "finished_reason"
@@ -114,29 +139,74 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+@dataclass(slots=True)
+class _ChoiceTimes:
+    first_s: float
+    last_s: float
+    num_tokens: int = 0
+
+
+class PromptTimer:
+    """Observes one prompt of a request in the engine: its wait, then the times of its choices."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._metrics, self._clock = metrics, clock
+        self._admitted_s = clock()
+        self._has_output = False
+        self._choices: dict[int, _ChoiceTimes] = {}
+
+    def output(self, index: int, num_tokens: int, queue_s: float) -> None:
+        """Note that a choice got tokens now, after `queue_s` in the queue of the engine."""
+        now_s = self._clock()
+        if not self._has_output:
+            self._has_output = True
+            self._admitted_s += queue_s
+            self._metrics.queue.observe(queue_s)
+        if not num_tokens:
+            return
+        times = self._choices.get(index)
+        if times is None:
+            if not self._choices:
+                self._metrics.prefill.observe(max(now_s - self._admitted_s, 0.0))
+            times = self._choices[index] = _ChoiceTimes(now_s, now_s)
+        else:
+            self._metrics.inter_token.observe(now_s - times.last_s)
+        times.last_s = now_s
+        times.num_tokens += num_tokens
+
+    def finished(self, index: int, reason: str) -> None:
+        """Note that a choice ended by itself."""
+        metrics, times = self._metrics, self._choices.get(index)
+        metrics.success.labels(reason).inc()
+        metrics.generation_tokens.observe(times.num_tokens if times else 0)
+        if times is None:
+            return
+        decode_s = times.last_s - times.first_s
+        metrics.decode.observe(decode_s)
+        metrics.inference.observe(max(times.last_s - self._admitted_s, 0.0))
+        if times.num_tokens > 1:
+            metrics.time_per_token.observe(decode_s / (times.num_tokens - 1))
+
+
 class RequestTimer:
-    """Observes one HTTP request: its first token once, the others per choice, its end once."""
+    """Observes one HTTP request: its first token once, its prompts, its end once."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
         self._clock = clock
         self._arrived_s = clock()
-        self._last_s: dict[int, float] = {}
+        self._has_token = False
 
-    def tokens(self, index: int, num_tokens: int) -> None:
-        """Note that a choice got tokens now."""
-        if not num_tokens:
-            return
-        now_s = self._clock()
-        if not self._last_s:
-            self._metrics.first_token.observe(now_s - self._arrived_s)
-        if index in self._last_s:
-            self._metrics.inter_token.observe(now_s - self._last_s[index])
-        self._last_s[index] = now_s
+    def prompt(self, num_tokens: int) -> PromptTimer:
+        """Note that a prompt goes to the engine now."""
+        self._metrics.prompt_tokens.observe(num_tokens)
+        return PromptTimer(self._metrics, self._clock)
 
-    def finished(self, reason: str) -> None:
-        """Note that a choice ended by itself."""
-        self._metrics.success.labels(reason).inc()
+    def token(self) -> None:
+        """Note that a choice has a token."""
+        if not self._has_token:
+            self._has_token = True
+            self._metrics.first_token.observe(self._clock() - self._arrived_s)
 
     def ended(self, failure: str | None) -> None:
         """Note the end of the request: `failure` is "error", "abort" (the client left) or None."""

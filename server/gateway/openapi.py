@@ -13,7 +13,10 @@ from pydantic.json_schema import models_json_schema
 from starlette.staticfiles import StaticFiles
 
 import whalepod
+from whalepod.server.gateway.anthropic_schema import CountTokensRequest, MessagesRequest
+from whalepod.server.gateway.responses_schema import ResponsesRequest
 from whalepod.server.gateway.schema import (
+    AbortRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -22,7 +25,10 @@ from whalepod.server.gateway.schema import (
 
 _STATIC = Path(__file__).parent / "static" / "docs"
 _REFERENCE = "#/components/schemas/{model}"
-_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (
+    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest),
+    *(CountTokensRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
+)
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">

@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.api_errors import ApiError, invalid
+from whalepod.server.gateway.cache_salt import CacheSalt
 from whalepod.server.gateway.constraints import Constraints, of_structured_outputs
+from whalepod.server.gateway.continuation import check_prefix, prefix_reasoning
 from whalepod.server.gateway.families.interface import Family, Parser, ParserOptions, Start
 from whalepod.server.gateway.families.plain import PlainParser
 from whalepod.server.gateway.functions import (
@@ -50,6 +52,7 @@ _RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
 _SAMPLING_NAMES: Final = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "logit_bias", "seed", "ignore_eos"),
+    "num_speculative_tokens",
 )
 
 
@@ -69,6 +72,7 @@ class Preparation:
         self._default_params = default_params
         self._enable_test_hooks = enable_test_hooks
         self._family = family
+        self._cache_salt = CacheSalt()
         self._constraints = Constraints(family, tokenizer)
         self._markup_ids = tokenizer.ids_of(family.markers if family else ())
         try:
@@ -88,7 +92,7 @@ class Preparation:
         functions = read_functions(request.tools)
         choice = read_choice(request.tool_choice, functions)
         token_ids = self.chat_tokens(request.messages, request, choice)
-        start = self._start(token_ids)
+        start = self._start(token_ids, request.messages[-1])
         constraint, constraint_param = self._constraints.of_chat(request, functions, choice, start)
         params = self._params(
             request,
@@ -115,10 +119,17 @@ class Preparation:
             )
         ]
 
-    def _start(self, prompt_token_ids: Sequence[int]) -> Start:
+    def prompt_of(self, request: ChatRequest) -> list[int]:
+        """Return the tokens of a chat request's prompt, after the checks of its tools."""
+        choice = read_choice(request.tool_choice, read_functions(request.tools))
+        return self.chat_tokens(request.messages, request, choice)
+
+    def _start(self, prompt_token_ids: Sequence[int], last: Message) -> Start:
         """Return where the answer to a rendered prompt begins."""
-        if self._family is None:
+        if self._family is None or (last.prefix and last.content):
             return "content"
+        if last.prefix and prefix_reasoning(last):
+            return "reasoning"
         return self._family.start(self._tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:]))
 
     def completion(self, request: CompletionRequest) -> list[PromptRun]:
@@ -168,6 +179,10 @@ class Preparation:
     ) -> list[int]:
         """Return the tokens of a rendered conversation."""
         check_history(messages)
+        check_prefix(messages)
+        *earlier, last = messages
+        if last.prefix and earlier:
+            return self._continued(earlier, last, fields, choice)
         as_objects = self._tokenizer.takes_argument_objects
         tools = [] if choice and choice.mode == "none" else function_tools(fields.tools)
         self._refuse_hopeless_text([m.content or "" for m in messages], "messages")
@@ -177,6 +192,25 @@ class Preparation:
             add_generation_prompt=fields.add_generation_prompt is not False,
             template_arguments=_template_arguments(fields),
         )
+
+    def _continued(
+        self,
+        earlier: Sequence[Message],
+        last: Message,
+        fields: TemplateFields,
+        choice: ToolChoice | None,
+    ) -> list[int]:
+        """Return the tokens of a conversation and of the beginning of its answer."""
+        with_answer = fields.model_copy(update={"add_generation_prompt": True})
+        token_ids = self.chat_tokens(earlier, with_answer, choice)
+        text, reasoning = last.content or "", prefix_reasoning(last)
+        if self._family is not None and self._family.reasoning_end is not None:
+            start = self._family.start(self._tokenizer.decode(token_ids[-_TAIL_TOKENS:]))
+            if start == "reasoning":
+                text = reasoning + (self._family.reasoning_end + text if text else "")
+            elif reasoning:
+                raise invalid("messages", "messages: a reasoning to continue needs thinking: true")
+        return token_ids + self._tokenizer.encode(text, adds_bos=False)
 
     def _clamp(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> int:
         """Return how many tokens may be generated; more than the context holds is cut."""
@@ -239,7 +273,7 @@ class Preparation:
             params=params,
             num_sequences=request.n or 1,
             priority=request.priority or 0,
-            cache_salt=request.cache_salt or "",
+            cache_salt=self._cache_salt(request.cache_salt),
             test_steps=tuple(request.test_steps or ()),
         )
         return PromptRun(
@@ -258,7 +292,7 @@ def _new_call_id() -> str:
 
 def _template_message(message: Message, *, as_objects: bool) -> dict[str, Any]:
     """Return a message as templates know it: `developer` is a system message."""
-    fields = message.model_dump(exclude_none=True, exclude={"reasoning"})
+    fields = message.model_dump(exclude_none=True, exclude={"reasoning", "prefix"})
     if message.reasoning_content is None and message.reasoning is not None:
         fields["reasoning_content"] = message.reasoning
     if message.tool_calls:

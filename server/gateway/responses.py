@@ -14,8 +14,9 @@ from starlette.types import Receive, Scope, Send
 from whalepod.server.gateway.api_errors import CLIENT_CLOSED_REQUEST
 from whalepod.server.gateway.encoder import Encoder
 from whalepod.server.gateway.events import Event, Failed, fold
-from whalepod.server.gateway.limits import PING_INTERVAL_S, START_WAIT_S
-from whalepod.server.gateway.sse import PING
+from whalepod.server.gateway.gateway import gateway_of
+from whalepod.server.gateway.limits import START_WAIT_S
+from whalepod.server.gateway.live_requests import LiveRequest
 
 Result = TypeVar("Result")
 
@@ -24,8 +25,18 @@ async def respond(
     request: Request, events: AsyncGenerator[Event, None], encoder: Encoder, *, stream: bool
 ) -> Response:
     """Answer with the events; a client that leaves closes them, which aborts in the engine."""
+    gateway, live = gateway_of(request), request.state.live
+    assert isinstance(live, LiveRequest), type(live)
+    events = live.guard(events)
     if stream:
-        return await _start_stream(events, encoder)
+        first = await _first_of(events)
+        return EventStreamResponse(
+            first,
+            events,
+            encoder,
+            ping_interval_s=gateway.config.sse_keep_alive_interval_s,
+            count_error=gateway.metrics.count_error,
+        )
     async with aclosing(events):
         answer = await _unless_client_leaves(request.receive, fold(events))
     if answer is None:
@@ -33,7 +44,7 @@ async def respond(
     return Response(orjson.dumps(encoder.body(answer)), media_type="application/json")
 
 
-async def _start_stream(events: AsyncGenerator[Event, None], encoder: Encoder) -> Response:
+async def _first_of(events: AsyncGenerator[Event, None]) -> asyncio.Task[Event]:
     """Wait a moment for a refusal: it is still a plain JSON error, not a broken stream."""
     first = asyncio.create_task(anext(events))
     try:
@@ -45,7 +56,7 @@ async def _start_stream(events: AsyncGenerator[Event, None], encoder: Encoder) -
     if first.done() and isinstance(event := first.result(), Failed):
         await events.aclose()
         raise event.error
-    return EventStreamResponse(first, events, encoder)
+    return first
 
 
 class EventStreamResponse(Response):
@@ -58,13 +69,17 @@ class EventStreamResponse(Response):
         first: asyncio.Task[Event],
         events: AsyncGenerator[Event, None],
         encoder: Encoder,
-        ping_interval_s: float = PING_INTERVAL_S,
+        *,
+        ping_interval_s: float,
+        count_error: Callable[[str], None],
     ) -> None:
+        """`count_error` gets the code of a failure in the middle of the stream."""
         self.background = None
         self.status_code = 200
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._first, self._events, self._encoder = first, events, encoder
         self._ping_interval_s = ping_interval_s
+        self._count_error = count_error
         self._last_sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,11 +93,16 @@ class EventStreamResponse(Response):
             await self._events.aclose()
 
     async def _write(self, send: Send, pings: asyncio.Task[None]) -> None:
-        await self._send(send, self._encoder.frames(await self._first))
+        await self._write_event(send, await self._first)
         async for event in self._events:
-            await self._send(send, self._encoder.frames(event))
+            await self._write_event(send, event)
         await _cancel(pings)  # nothing may follow the end of the body
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write_event(self, send: Send, event: Event) -> None:
+        if isinstance(event, Failed):
+            self._count_error(event.error.code)
+        await self._send(send, self._encoder.frames(event))
 
     async def _send(self, send: Send, data: bytes) -> None:
         if data:
@@ -95,7 +115,7 @@ class EventStreamResponse(Response):
         while True:
             silent_s = loop.time() - self._last_sent_s
             if silent_s >= self._ping_interval_s:
-                await self._send(send, PING)
+                await self._send(send, self._encoder.ping)
             else:
                 await asyncio.sleep(self._ping_interval_s - silent_s)
 

@@ -8,20 +8,26 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import uvicorn
+from fastapi import FastAPI
 
 from whalepod.server.config import GatewayConfig
 from whalepod.server.errors import StartupError
+from whalepod.server.gateway.admin import create_admin_app
 from whalepod.server.gateway.app import create_app
+from whalepod.server.gateway.auth import read_keys
+from whalepod.server.gateway.connection import TimedHttpProtocol
+from whalepod.server.gateway.live_requests import LiveRequests
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 120
-DRAIN_S = 30
+LAST_FRAMES_S = 5
+"""For the last bytes of answers once all have ended."""
 BACKLOG = 2048
 
 
@@ -42,38 +48,80 @@ async def serve(
 ) -> None:
     """Listen until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
+    While it drains new requests get a 503 and live ones may end, up to `drain_timeout_s`.
+
     Run it on uvloop. Raises StartupError when the address cannot be had.
     """
-    if not config.api_key and config.host not in ("127.0.0.1", "localhost", "::1"):
+    if not config.asks_for_key and config.host not in ("127.0.0.1", "localhost", "::1"):
         logger.warning("%s is open to the network without a key: set --api-key", config.host)
     app = create_app(config, upstream, tokenizer, default_params=default_params)
-    with listen(config.host, config.port) as listener:
-        server = _Server(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=DRAIN_S,
+    gateway = app.state.gateway
+    servers = [(_new_server(app), config.host, config.port)]
+    if config.admin_port:
+        admin = create_admin_app(gateway, read_keys(config.admin_key, None))
+        servers.append((_new_server(admin), config.admin_host, config.admin_port))
+    with contextlib.ExitStack() as listeners:
+        sockets = [listeners.enter_context(listen(host, port)) for _, host, port in servers]
+        with _stopping_on_signals(
+            [server for server, _, _ in servers], gateway.requests, config.drain_timeout_s
+        ):
+            await asyncio.gather(
+                *(
+                    server.serve(sockets=[listener])
+                    for (server, _, _), listener in zip(servers, sockets, strict=True)
+                )
             )
+
+
+def _new_server(app: FastAPI) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=TimedHttpProtocol,
+            ws="none",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=LAST_FRAMES_S,
         )
-        loop = asyncio.get_running_loop()
-        stop_signals = (signal.SIGTERM, signal.SIGINT)
+    )
+
+
+@contextlib.contextmanager
+def _stopping_on_signals(
+    servers: Sequence[uvicorn.Server], requests: LiveRequests, drain_timeout_s: float
+) -> Iterator[None]:
+    """Let the first signal drain the servers and stop them, and a second one stop them at once."""
+    loop = asyncio.get_running_loop()
+    drains: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        if requests:
+            logger.info("finishing %d requests, up to %g s", len(requests), drain_timeout_s)
+        num_cut = await requests.drain(drain_timeout_s)
+        if num_cut:
+            logger.warning("%d requests were not finished in time", num_cut)
+        for server in servers:
+            server.should_exit = True
+
+    def stop() -> None:
+        if not drains:
+            drains.append(loop.create_task(drain()))
+            return
+        for server in servers:
+            server.force_exit = server.should_exit = True
+
+    stop_signals = (signal.SIGTERM, signal.SIGINT)
+    for number in stop_signals:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
         for number in stop_signals:
-            loop.add_signal_handler(number, _stop, server)
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            for number in stop_signals:
-                loop.remove_signal_handler(number)
-
-
-def _stop(server: uvicorn.Server) -> None:
-    server.force_exit = server.should_exit
-    server.should_exit = True
+            loop.remove_signal_handler(number)
+        for task in drains:
+            task.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from whalepod.server.gateway.limits import (
     MAX_NUM_CHOICES,
@@ -45,7 +45,7 @@ def _check_logit_bias(value: object) -> object:
     return {int(key): bias for key, bias in value.items()}
 
 
-def _flatten_content(value: object) -> object:
+def flatten_content(value: object) -> object:
     """Join the text parts of a message: templates take one string."""
     if value is None or isinstance(value, str):
         return value
@@ -90,6 +90,16 @@ def _is_token_list(value: object) -> bool:
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
 
 
+def _check_test_step(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be a string")
+    return value
+
+
+# pydantic's own check of a string refuses the surrogates that stand for half a character
+TestStep = Annotated[str, PlainValidator(_check_test_step, json_schema_input_type=str)]
+
+
 class Schema(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -130,9 +140,11 @@ class SamplingFields(Schema):
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: ShortText | None = None
+    prompt_cache_key: ShortText | None = None  # a routers' hint, see cache_salt for secrecy
     user: ShortText | None = None
     structured_outputs: dict[str, Any] | None = None
-    test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
+    num_speculative_tokens: int | None = None
+    test_steps: Annotated[list[TestStep], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -148,7 +160,7 @@ class Message(Schema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | None,
-        BeforeValidator(_flatten_content, json_schema_input_type=str | list[dict[str, Any]] | None),
+        BeforeValidator(flatten_content, json_schema_input_type=str | list[dict[str, Any]] | None),
     ] = None
     name: ShortText | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -156,6 +168,8 @@ class Message(Schema):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
+    prefix: bool | None = None
+    """DeepSeek's: the answer continues this message, which must be the last one."""
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_NUM_MESSAGES)]
@@ -180,6 +194,7 @@ class ResponseFormat(Schema):
 
 
 class ChatRequest(SamplingFields, TemplateFields):
+    model: ShortText
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -187,6 +202,8 @@ class ChatRequest(SamplingFields, TemplateFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Another name of `thinking.budget_tokens`: after so many tokens the reasoning is closed."""
 
     @property
     def last_words(self) -> tuple[str | None, str]:
@@ -218,6 +235,10 @@ class TokenizeRequest(TemplateFields):
     messages: Messages | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
+
+
+class AbortRequest(Schema):
+    request_id: ShortText
 
 
 class DetokenizeRequest(Schema):

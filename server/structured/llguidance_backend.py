@@ -12,8 +12,9 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
 from whalepod.scheduler.params import Constraint
-from whalepod.server.structured.interface import GrammarError
+from whalepod.server.structured.interface import GrammarError, Matcher
 from whalepod.server.structured.json_term import WHITE_SPACE
+from whalepod.server.structured.unconstrained import Unconstrained
 
 _ESCAPE_OR_CLASS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPEATED_REPEAT: Final = re.compile(r"[*+?}]\*")
@@ -32,7 +33,9 @@ class LlguidanceCompiler:
         )
         self._vocab_size = vocab_size
 
-    def compile(self, constraint: Constraint) -> LlguidanceMatcher:
+    def compile(self, constraint: Constraint) -> Matcher:
+        if constraint.kind == "any":
+            return Unconstrained(self._vocab_size)
         matcher = LLMatcher(self._tokenizer, _grammar(constraint), log_level=0)
         if matcher.is_error():
             raise GrammarError(_explain(matcher.get_error()))
@@ -79,6 +82,8 @@ def _grammar(constraint: Constraint) -> str:
                 return str(LLMatcher.grammar_from_lark(text))
             case "gbnf":
                 return str(LLMatcher.grammar_from_lark(gbnf_to_lark(text)))
+            case "any":
+                raise GrammarError("without a grammar there is nothing to convert")
     except GrammarError:
         raise
     except Exception as error:  # the converters raise whatever they stumble over

@@ -16,7 +16,7 @@ from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.mtp.depth import Depth
-from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS, Drafter
+from whalepod.mtp.draft import Drafter
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
@@ -92,6 +92,9 @@ class FakeModel:
         assert batch.max_query_tokens == max(e - s for s, e in pairwise(starts))
         return torch.tensor(hidden, dtype=torch.float32)[:, None]
 
+    def join(self) -> None:
+        """Take part in nothing: it is alone."""
+
     def _read(self, batch: ForwardBatch, cache: LatentCache, b: int) -> list[int]:
         assert batch.block_tables_BM.is_contiguous()
         length = int(batch.context_lens_B[b])
@@ -142,6 +145,9 @@ class FakeMtp:
             [self._follow(batch, cache, b) for b in range(len(batch.context_lens_B))],
             dtype=torch.float32,
         )[:, None]
+
+    def join(self) -> None:
+        """Take part in nothing: it is alone."""
 
     def _follow(self, batch: ForwardBatch, cache: LatentCache, b: int) -> int:
         """Check the chain of hashes up to a request's last token and return the next link."""
@@ -212,7 +218,7 @@ def make_core(
     )
     speculator = None
     if depth is not None:
-        drafter = Drafter(mtp or FakeMtp(), cache, batches, hidden_size=1) if has_mtp else None
+        drafter = Drafter([mtp or FakeMtp()], cache, batches, hidden_size=1) if has_mtp else None
         speculator = Speculator(drafter, sampler, with_lookup=with_lookup)
     runner = Runner(model or FakeModel(), cache, sampler, batches, speculator)
     info = EngineInfo(
@@ -224,7 +230,7 @@ def make_core(
     settings: dict[str, Any] = {
         "num_blocks": num_blocks,
         "eos_token_ids": frozenset({EOS}),
-        "num_lookback_tokens": NUM_LOOKBACK_TOKENS if depth is not None and has_mtp else 0,
+        "num_lookback_tokens": int(depth is not None and has_mtp),
     }
     return EngineCore(
         Scheduler(config, **settings)

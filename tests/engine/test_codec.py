@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import msgpack
@@ -22,6 +22,7 @@ from whalepod.server.messages import (
     Ping,
     Pong,
     Rejected,
+    ResetPrefixCache,
     SequenceOutput,
     Shutdown,
     Stats,
@@ -52,6 +53,7 @@ LOGPROBS = st.builds(
     top=st.lists(st.tuples(INT64, NUMBERS), max_size=3).map(tuple),
 )
 STATS = st.builds(Stats, num_running=INT64, step_time_us=INT64)
+ENGINE_NUMBERS = {field.name: INT64 for field in fields(EngineInfo) if field.type == "int"}
 OUTPUTS = st.builds(
     SequenceOutput,
     request_id=st.text(),
@@ -74,8 +76,9 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
     ),
     st.builds(Abort, request_id=st.text()),
     st.builds(Ping, nonce=INT64),
+    st.builds(ResetPrefixCache),
     st.just(Shutdown()),
-    st.builds(EngineInfo),
+    st.builds(EngineInfo, load_seconds=NUMBERS, **ENGINE_NUMBERS),
     st.builds(StepOutputs, outputs=st.lists(OUTPUTS, max_size=3).map(tuple), stats=STATS),
     st.builds(Rejected, request_id=st.text(), code=st.text(), message=st.text()),
     st.builds(Pong, nonce=INT64, stats=STATS),

@@ -180,3 +180,29 @@ def test_a_store_compiles_off_the_loop_and_once(compiler: LlguidanceCompiler) ->
         broken.result(10)
     assert gated.num_compiled == 2
     store.close()
+
+
+def test_an_optional_grammar_leaves_the_text_before_it_alone(
+    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+) -> None:
+    x, a, b = ids(tokenizer, "xab")
+    state = new_state(compiler, "ab", starts_after=x, is_optional=True)
+
+    assert state.allowed() is None
+    assert state.allowed([a, b]) is None
+    assert a in allowed(state.allowed([b, x]))
+    assert b not in allowed(state.allowed([b, x]))
+    state.observe(NUM_PROMPT_TOKENS, [b, x, a])
+    assert allowed(state.allowed()) == [b]
+
+
+def test_an_answer_may_end_before_an_optional_grammar_begins(
+    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+) -> None:
+    x, y = ids(tokenizer, "xy")
+    needed = new_state(compiler, "a", starts_after=x, banned_before=(y,))
+    optional = new_state(compiler, "a", starts_after=x, banned_before=(y,), is_optional=True)
+
+    assert EOS not in allowed(needed.allowed())
+    assert EOS in allowed(optional.allowed())
+    assert y not in allowed(needed.allowed()) + allowed(optional.allowed())

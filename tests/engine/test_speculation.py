@@ -23,10 +23,11 @@ from tests.engine.fakes import (
     make_core,
     run_to_end,
 )
+from whalepod.mtp.config import MAX_DRAFT_TOKENS
 from whalepod.mtp.depth import FixedDepth
 from whalepod.mtp.stats import StepRecord
 from whalepod.scheduler.journal import replay
-from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.params import MAX_SPECULATIVE_TOKENS, SamplingParams
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.messages import Abort, SequenceOutput, Submit
 
@@ -254,6 +255,40 @@ def test_a_text_ends_at_a_stop_token_inside_an_accepted_run() -> None:
             assert answer.stop_token_id == answer.token_ids[-1]
             num_cut += 1
     assert num_cut > 10
+
+
+# -- what a request says about drafts -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_lookup", [False, True])
+def test_a_request_caps_its_drafts(with_lookup: bool) -> None:
+    core = make_core(depth=FixedDepth(4), with_lookup=with_lookup)
+    found = {}
+    for most in (None, 0, 1, 4):
+        params = replace(GREEDY, num_speculative_tokens=most)
+        submit(core, f"{most}", text(20), params)
+    for (request_id, _), answer in run_to_end(core).items():
+        assert_is_own(answer, text(20), GREEDY)
+        found[request_id] = answer.num_accepted_drafts + answer.num_rejected_drafts
+
+    assert found["None"] == found["4"] > found["1"] > found["0"] == 0
+
+
+def test_a_request_cannot_raise_the_number_of_drafts() -> None:
+    core = make_core(depth=FixedDepth(1))
+    submit(core, "a", text(20), replace(GREEDY, num_speculative_tokens=4))
+    run_to_end(core)
+    assert core.stats.num_draft_tokens == core.stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("most", [-1, 5])
+def test_a_cap_out_of_range_is_refused(most: int) -> None:
+    with pytest.raises(ValueError, match=rf"num_speculative_tokens must be in 0..4, got {most}"):
+        SamplingParams(num_speculative_tokens=most)
+
+
+def test_scheduler_and_drafters_agree_on_the_most_drafts() -> None:
+    assert MAX_SPECULATIVE_TOKENS == MAX_DRAFT_TOKENS
 
 
 # -- drafts looked up in the text ---------------------------------------------------------------

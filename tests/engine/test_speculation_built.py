@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+import whalepod.models
 from tests.equality import assert_bit_equal
 from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.params import SamplingParams
@@ -93,6 +98,61 @@ def load(folder: Path) -> Engine:
     return Engine(str(folder), **LIMITS, kernels="reference")
 
 
+TINY = Path(whalepod.models.__file__).parent / "tiny"
+
+
+def concat_swapped(tensors: dict[str, Tensor], layer: str) -> None:
+    name = f"{layer}.eh_proj.weight"
+    tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1).contiguous()
+
+
+def projection_garbled(tensors: dict[str, Tensor], layer: str) -> None:
+    order = torch.randperm(len(tensors[f"{layer}.eh_proj.weight"]), generator=torch.Generator())
+    tensors[f"{layer}.eh_proj.weight"] = tensors[f"{layer}.eh_proj.weight"][order].contiguous()
+
+
+def norm_left_at_zero(tensors: dict[str, Tensor], layer: str) -> None:
+    tensors[f"{layer}.shared_head.norm.weight"].zero_()
+
+
+def left_as_it_was(tensors: dict[str, Tensor], layer: str) -> None:
+    """Change nothing."""
+
+
+def changed_tiny(folder: Path, change: Callable[[dict[str, Tensor], str], None]) -> Path:
+    """Copy the embedded model, which is trained, with other tensors in its draft layer."""
+    shutil.copytree(TINY, folder)
+    changed = False
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.layers.4.eh_proj.weight" in tensors:
+            change(tensors, "model.layers.4")
+            save_file(tensors, file)
+            changed = True
+    assert changed
+    return folder
+
+
+@pytest.mark.parametrize("change", [concat_swapped, projection_garbled, norm_left_at_zero])
+def test_a_garbled_layer_of_a_trained_model_is_reported_with_likely_causes(
+    tmp_path: Path,
+    change: Callable[[dict[str, Tensor], str], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    load(changed_tiny(tmp_path / "tiny", change)).close()
+    for part in ("multi-token prediction is broken", "eh_proj", "model.layers.4.*", "norms"):
+        assert part in caplog.text
+
+
+def test_the_layer_of_a_trained_model_is_not_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        load(changed_tiny(tmp_path / "tiny", left_as_it_was)).close()
+    assert "broken" not in caplog.text
+    assert "of first guesses are right" in caplog.text
+
+
 def test_a_random_layer_is_reported_at_the_start(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,7 +181,49 @@ def test_a_checkpoint_without_the_whole_layer_is_served_without_drafts(
     ):
         assert engine._core.info.speculation == "off"
         assert len(engine.generate([[5, 6]], COPYING)[0].token_ids) == 24
-    assert "no tensor of them" in caplog.text
+    assert "no tensor of number 1: no drafts" in caplog.text
+
+
+def with_two_layers(checkpoint: Path, folder: Path, *, stored: bool) -> Path:
+    """Name a second draft layer in the configuration, and perhaps store it."""
+    without(checkpoint, folder, "nothing")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        second = {
+            name.replace("layers.3.", "layers.4."): tensor.clone()
+            for name, tensor in tensors.items()
+            if stored and "layers.3." in name
+        }
+        save_file(tensors | second, file)
+    return folder
+
+
+@pytest.mark.parametrize(("num_drafts", "num_modules"), [(1, 1), (3, 2)])
+def test_as_many_layers_are_loaded_as_can_draft(
+    checkpoint: Path, tmp_path: Path, num_drafts: int, num_modules: int
+) -> None:
+    folder = with_two_layers(checkpoint, tmp_path / "two", stored=True)
+    plain = Engine(str(folder), **LIMITS, kernels="reference", speculation="off")
+    engine = Engine(str(folder), **LIMITS, kernels="reference", num_speculative_tokens=num_drafts)
+    per_layer = plain._core.info.kv_bytes_per_token // 3
+    assert engine._core.info.kv_bytes_per_token == per_layer * (3 + num_modules)
+    prompt = [[5, 6, 7] * 30]
+    assert (
+        engine.generate(prompt, COPYING)[0].token_ids
+        == plain.generate(prompt, COPYING)[0].token_ids
+    )
+
+
+def test_layers_that_are_named_and_not_stored_are_reported(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = with_two_layers(checkpoint, tmp_path / "two", stored=False)
+    with load(folder) as engine:
+        assert engine._core.info.speculation.startswith("mtp")
+    assert "no tensor of number 2: drafts come from the first 1" in caplog.text
 
 
 @pytest.mark.parametrize("word", ["layers.3.eh_proj", "layers.3.mlp.experts.2.up_proj"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -17,16 +18,16 @@ from whalepod.ep_comm.interface import RoutedExperts
 from whalepod.ep_comm.modes import low_latency_config, throughput_config
 from whalepod.ep_comm.modes.low_latency import LowLatency
 from whalepod.ep_comm.modes.throughput import Throughput
-from whalepod.ep_comm.parallel import LowLatencyExperts, ThroughputExperts
+from whalepod.ep_comm.parallel import LowLatencyExperts, Patience, ThroughputExperts
+from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Packed
-from whalepod.kernels.invariant import InvariantKernels
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import ModelConfig, parse_config
 from whalepod.models.deepseek_v3 import DeepseekV3
-from whalepod.models.moe import MixtureOfExperts
 from whalepod.models.presets import preset_config
 from whalepod.models.weights import DummyWeights
 
@@ -42,20 +43,31 @@ def nano() -> ModelConfig:
     return parse_config(preset_config("v3-nano"))
 
 
-def make_model(experts: range | None = None, make: MakeExperts | None = None) -> DeepseekV3:
+@dataclass(frozen=True)
+class MadeBy:
+    """A placement around a function."""
+
+    owned: range
+    make: MakeExperts
+
+    def routed(self, packed: Packed, layer: str) -> RoutedExperts:
+        return self.make(packed)
+
+
+def make_model(
+    experts: range | None = None,
+    make: MakeExperts | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> DeepseekV3:
     config = nano()
-    model = DeepseekV3(
+    return DeepseekV3(
         config,
-        DummyWeights(config, dtype=torch.float32, seed=0),
-        InvariantKernels(),
+        DummyWeights(config, dtype=dtype, seed=0),
+        CpuKernels(is_invariant=True),
         max_positions=128,
         absorbed_max_query_tokens=MAX_TOKENS,
-        experts=experts,
+        placement=MadeBy(experts, make) if experts is not None and make is not None else None,
     )
-    for layer in model._layers:
-        if make is not None and isinstance(layer._mlp, MixtureOfExperts):
-            layer._mlp._routed = make(layer._mlp._routed._packed)  # type: ignore[attr-defined]
-    return model
 
 
 def step(model: DeepseekV3, latents: LatentCache, start: int, ids: list[int]) -> Tensor:
@@ -79,7 +91,7 @@ def run_text(model: DeepseekV3, rank: int) -> Tensor:
         num_layers=config.num_layers,
         num_blocks=1,
         row_width=config.cache_row_width,
-        dtype=torch.float32,
+        dtype=model.dtype,
         device="cpu",
     )
     random = torch.Generator().manual_seed(rank)
@@ -91,7 +103,9 @@ def run_text(model: DeepseekV3, rank: int) -> Tensor:
     return torch.cat(hidden)
 
 
-def exact_config(num_ranks: int) -> low_latency_config.LowLatencyConfig:
+def exact_config(
+    num_ranks: int, dtype: RowDtype = "float32"
+) -> low_latency_config.LowLatencyConfig:
     gate = nano().gate
     assert gate is not None
     return low_latency_config.LowLatencyConfig(
@@ -100,7 +114,7 @@ def exact_config(num_ranks: int) -> low_latency_config.LowLatencyConfig:
         num_choices=gate.num_experts_per_token,
         hidden=nano().hidden_size,
         max_tokens=MAX_TOKENS,
-        dispatch_dtype="float32",
+        dispatch_dtype=dtype,
         combine_dtype="float32",
         output="packed",
     )
@@ -113,8 +127,12 @@ def owned(rank: int, num_ranks: int) -> range:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("is_faulty", [False, True], ids=["loopback", "faulty"])
-def test_hidden_states_have_the_bits_of_one_rank(num_ranks: int, is_faulty: bool) -> None:
-    config = exact_config(num_ranks)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_have_the_bits_of_one_rank(
+    num_ranks: int, is_faulty: bool, dtype: torch.dtype
+) -> None:
+    """In bf16, too: expert rows come back in f32 and are rounded once, after the sum."""
+    config = exact_config(num_ranks, "float32" if dtype == torch.float32 else "bfloat16")
     heap = HeapLayout(num_ranks)
     regions = low_latency_config.carve(heap, config)
 
@@ -123,8 +141,9 @@ def test_hidden_states_have_the_bits_of_one_rank(num_ranks: int, is_faulty: bool
         model = make_model(
             owned(transport.rank, num_ranks),
             lambda packed: LowLatencyExperts(
-                mode, InvariantKernels(), packed, timeout_ms=TIMEOUT_MS
+                mode, CpuKernels(is_invariant=True), packed, patience=Patience(TIMEOUT_MS)
             ),
+            dtype,
         )
         return run_text(model, transport.rank)
 
@@ -132,7 +151,7 @@ def test_hidden_states_have_the_bits_of_one_rank(num_ranks: int, is_faulty: bool
         spread = results_of(run_faulty(heap, program, seed=1))
     else:
         spread = run_loopback(heap, program)
-    alone = make_model()
+    alone = make_model(dtype=dtype)
     for rank, hidden_TH in enumerate(spread):
         assert_same_bits(run_text(alone, rank), hidden_TH, f"rank {rank}")
 
@@ -159,7 +178,7 @@ def test_sums_per_rank_agree_with_one_rank_up_to_rounding() -> None:
         model = make_model(
             owned(transport.rank, num_ranks),
             lambda packed: ThroughputExperts(
-                mode, InvariantKernels(), packed, timeout_ms=TIMEOUT_MS
+                mode, CpuKernels(is_invariant=True), packed, patience=Patience(TIMEOUT_MS)
             ),
         )
         return run_text(model, transport.rank)
@@ -179,7 +198,9 @@ def test_a_missing_rank_ends_the_layer_with_an_error_that_names_it() -> None:
         if transport.rank == 1:
             raise RuntimeError("this rank's step failed")
         mode = LowLatency(Group(transport), config, regions)
-        experts = LowLatencyExperts(mode, InvariantKernels(), None, timeout_ms=50.0)
+        experts = LowLatencyExperts(
+            mode, CpuKernels(is_invariant=True), None, patience=Patience(50.0)
+        )
         ids_TK, weights_TK = torch.tensor([[0, 1]]), torch.ones(1, 2)
         with pytest.raises(CallFailed, match=r"dispatch of epoch 1: late: ranks \[1\]"):
             experts(torch.zeros(1, config.hidden), ids_TK, weights_TK)

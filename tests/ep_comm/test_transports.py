@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ep_comm.groups import run_faulty, run_loopback
+from tests.ep_comm.groups import num_examples, run_faulty, run_loopback
 from tests.ep_comm.test_low_latency import Round, make_config, make_heap
 from tests.ep_comm.test_throughput import (
     Round as ThroughputRound,
@@ -162,16 +162,17 @@ def test_a_topology_wants_equal_nodes() -> None:
         Topology(8, 3)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", OPENERS)
 def test_both_modes_have_the_bits_of_plain_loops(name: str, num_ranks: int, tmp_path: Path) -> None:
     config = make_config(num_ranks)
     heap, regions = make_heap(config)
-    run_threads(name, heap, Round(config, regions, tuple(range(6))), tmp_path)
+    seeds = tuple(range(num_examples(quick=5)))
+    run_threads(name, heap, Round(config, regions, seeds), tmp_path)
     throughput = make_throughput_config(num_ranks, num_ranks)
     heap, throughput_regions = make_throughput_heap(throughput)
-    program = ThroughputRound(throughput, throughput_regions, (1, 2, 3))
-    run_threads(name, heap, program, tmp_path)
+    seeds = tuple(range(num_examples(quick=2)))
+    run_threads(name, heap, ThroughputRound(throughput, throughput_regions, seeds), tmp_path)
 
 
 @pytest.mark.ranks

@@ -10,12 +10,10 @@ import pytest
 from starlette.testclient import TestClient
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.gateway.core_upstream import CoreUpstream
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.real_gateway import real_gateway
 from whalepod.models.synthetic import synthesize
-from whalepod.scheduler.config import SchedulerConfig
-from whalepod.server.build import build_engine
-from whalepod.server.config import DeviceConfig, EngineConfig, GatewayConfig, ModelSource
+from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
@@ -88,21 +86,15 @@ def client(engine: FakeEngine, tokenizer: TextTokenizer) -> Iterator[TestClient]
 
 
 @pytest.fixture(scope="session")
-def real_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with random weights and V3.1's chat template."""
+    folder = synthesize("v3-nano", tmp_path_factory.mktemp("real") / "nano")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real_client(nano: Path) -> Iterator[TestClient]:
     """The application around a real engine with random weights and V3.1's way of answering."""
-    folder = tmp_path_factory.mktemp("real")
-    template = folder / "template.jinja"
-    template.write_text(TEMPLATE)
-    nano = synthesize("v3-nano", folder / "nano")
-    source = ModelSource(model=str(nano), dtype="fp32")
-    device = DeviceConfig(kernels="reference", num_threads=1)
-    limits = SchedulerConfig(max_model_len=512, max_num_seqs=8)
-    core = build_engine(
-        EngineConfig(source=source, device=device, scheduler=limits, enable_test_hooks=True)
-    )
-    config = GatewayConfig(served_model_name=("tiny",), enable_test_hooks=True)
-    tokenizer = TextTokenizer.from_folder(nano, template)
-    with TestClient(create_app(config, CoreUpstream(core), tokenizer)) as client:
+    with real_gateway(nano) as gateway, gateway.client() as client:
         yield client
-    core.check()
-    core.close()

@@ -11,6 +11,7 @@ from whalepod.server.messages import (
     Abort,
     EngineInfo,
     Rejected,
+    ResetPrefixCache,
     SequenceOutput,
     Stats,
     Submit,
@@ -25,6 +26,10 @@ class CoreUpstream:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self._outputs: dict[str, list[SequenceOutput]] = {}
+        self.submitted: dict[str, Submit] = {}
+        self.history: list[tuple[int, SequenceOutput]] = []
+        """All outputs in their order, with the number of the step that gave them."""
+        self._num_steps = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -34,10 +39,18 @@ class CoreUpstream:
     def stats(self) -> Stats:
         return self.core.stats
 
+    @property
+    def rank_stats(self) -> dict[int, Stats]:
+        return {0: self.stats}
+
+    def reset_prefix_cache(self) -> None:
+        self.core.receive([ResetPrefixCache()])
+
     async def ping(self, timeout_s: float) -> Stats:
         return self.stats
 
     async def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput]:
+        self.submitted[request.request_id] = request
         for reply in self.core.receive([request]):
             assert isinstance(reply, Rejected)
             raise RequestRejected(reply.code, reply.message)
@@ -57,5 +70,7 @@ class CoreUpstream:
 
     def _step(self) -> None:
         step = self.core.step()
+        self._num_steps += 1
         for output in step.outputs if step is not None else ():
             self._outputs[output.request_id].append(output)
+            self.history.append((self._num_steps, output))

@@ -29,6 +29,7 @@ class FakeEngine:
     gate: asyncio.Event | None = None
     """When set, nothing is emitted before the event."""
     stats: Stats = field(default_factory=lambda: Stats(num_blocks=100, num_free_blocks=100))
+    other_ranks: dict[int, Stats] = field(default_factory=dict)
     submitted: list[Submit] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
@@ -54,6 +55,13 @@ class FakeEngine:
             kv_bytes_per_token=0,
             load_seconds=0.0,
         )
+
+    @property
+    def rank_stats(self) -> dict[int, Stats]:
+        return {0: self.stats} | self.other_ranks
+
+    def reset_prefix_cache(self) -> None:
+        self.stats = replace(self.stats, num_cached_blocks=0)
 
     async def ping(self, timeout_s: float) -> Stats:
         if not self.answers_pings:

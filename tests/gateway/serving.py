@@ -19,7 +19,14 @@ DEADLINE_S = 30.0
 def serving(app: FastAPI) -> Iterator[int]:
     """Serve `app` and yield the port."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http="httptools", ws="none", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=1,  # then what still runs is cancelled
+    )
     server = uvicorn.Server(config)
 
     def run() -> None:
@@ -32,7 +39,7 @@ def serving(app: FastAPI) -> Iterator[int]:
         wait_until(lambda: server.started)
         yield int(listener.getsockname()[1])
     finally:
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         thread.join(DEADLINE_S)
         listener.close()
         assert not thread.is_alive()

@@ -50,6 +50,9 @@ def chat_error(client: TestClient, status: int = 400, **fields: Any) -> dict[str
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
+        ({"num_speculative_tokens": 5}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"n": 0}, "n"),
@@ -205,7 +208,7 @@ def test_unknown_models_routes_and_methods(client: TestClient) -> None:
 
 def test_test_steps_need_the_flag(engine: FakeEngine, tokenizer: TextTokenizer) -> None:
     client = TestClient(create_app(GatewayConfig(), engine, tokenizer))
-    body = {"messages": [user("hi")], "test_steps": ["a"]}
+    body = {"model": "tiny", "messages": [user("hi")], "test_steps": ["a"]}
 
     assert error_of(client.post(CHAT, json=body), 400)["param"] == "test_steps"
 
@@ -214,7 +217,7 @@ def test_chat_without_a_template_says_what_to_do(tmp_path: Any) -> None:
     tokenizer = TextTokenizer.from_folder(write_tokenizer(tmp_path, chat_template=None))
     client = TestClient(create_app(GatewayConfig(), FakeEngine(tokenizer), tokenizer))
 
-    error = error_of(client.post(CHAT, json={"messages": [user("hi")]}), 400)
+    error = error_of(client.post(CHAT, json={"model": "tiny", "messages": [user("hi")]}), 400)
     assert "no chat template" in error["message"]
     assert client.post(COMPLETIONS, json={"prompt": "hi"}).status_code == 200
 

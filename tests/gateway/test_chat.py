@@ -277,13 +277,14 @@ def test_parameters_reach_the_engine(client: TestClient, engine: FakeEngine) -> 
         "repetition_penalty": 1.1,
         "seed": 42,
         "min_tokens": 2,
+        "num_speculative_tokens": 3,
     }
-    chat(client, **fields, logit_bias={"5": -100}, priority=3, cache_salt="s", stop_token_ids=[7])
+    chat(client, **fields, logit_bias={"5": -100}, priority=3, stop_token_ids=[7])
 
     (submit,) = engine.submitted
     assert {name: getattr(submit.params, name) for name in fields} == fields
     assert submit.params.logit_bias == {5: -100.0}
-    assert (submit.priority, submit.cache_salt) == (3, "s")
+    assert (submit.priority, submit.cache_salt) == (3, "")
     assert submit.params.stop_token_ids == (7,)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -42,6 +43,79 @@ def test_without_a_key_there_is_no_answer(guarded: TestClient, header: str | Non
 @pytest.mark.parametrize("key", ["one", "two"])
 def test_each_key_opens(guarded: TestClient, key: str) -> None:
     assert guarded.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+
+
+def test_keys_come_from_a_file_too(
+    engine: FakeEngine, tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfrom-file\n\n second \n")
+    config = GatewayConfig(api_key=("flag",), api_key_file=str(file))
+    client = TestClient(create_app(config, engine, tokenizer))
+
+    for key, status in (("flag", 200), ("from-file", 200), ("second", 200), ("# ours", 401)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert client.get("/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [(None, "cannot be read"), ("# no\n", "holds no key"), ("a b", "space")],
+)
+def test_a_file_without_good_keys_stops_the_start(
+    engine: FakeEngine, tokenizer: TextTokenizer, tmp_path: Path, content: str | None, fragment: str
+) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_text(content)
+
+    with pytest.raises(StartupError, match=fragment):
+        create_app(GatewayConfig(api_key_file=str(file)), engine, tokenizer)
+    with pytest.raises(StartupError, match="API key 1 is empty"):
+        create_app(GatewayConfig(api_key=("",)), engine, tokenizer)
+
+
+ORIGIN = {"Origin": "http://127.0.0.1:3000"}
+
+
+def test_b103_a_page_of_an_allowed_origin_may_ask(
+    engine: FakeEngine, tokenizer: TextTokenizer
+) -> None:
+    """Browsers ask first, without a key; a 401 must be readable for the page, too."""
+    config = GatewayConfig(api_key=("one",), cors_allow_origin=("http://127.0.0.1:3000",))
+    client = TestClient(create_app(config, engine, tokenizer))
+    wanted = {"Access-Control-Request-Method": "POST"}
+    wanted |= {"Access-Control-Request-Headers": "authorization,content-type"}
+
+    preflight = client.options("/v1/chat/completions", headers={**ORIGIN, **wanted})
+    refused = client.get("/v1/models", headers=ORIGIN)
+
+    assert preflight.status_code == 200
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    assert refused.status_code == 401
+    for response in (preflight, refused):
+        assert response.headers["access-control-allow-origin"] == ORIGIN["Origin"]
+    other = client.get("/v1/models", headers={"Origin": "http://evil"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_other_origins_are_not_allowed_unless_asked_for(client: TestClient) -> None:
+    assert "access-control-allow-origin" not in client.get("/health", headers=ORIGIN).headers
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragment"),
+    [
+        ({"admin_port": 9}, "admin_key"),
+        ({"admin_key": ("k",)}, "admin_port"),
+        ({"admin_port": 8000, "admin_key": ("k",)}, "must differ"),
+        ({"request_timeout_s": -1.0}, "request_timeout_s"),
+        ({"sse_keep_alive_interval_s": 0.0}, "sse_keep_alive_interval_s"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(ValueError, match=fragment):
+        GatewayConfig(**fields)
 
 
 def test_health_ready_version_and_docs_need_no_key(guarded: TestClient) -> None:

@@ -304,3 +304,53 @@ def test_a_format_and_tools_allow_either(client: TestClient) -> None:
             assert calls_in(answer)[0][0] == "w"
         else:
             assert answer["message"]["content"] == '"plain"'
+
+
+def ids_of(client: TestClient, *markers: str) -> list[int]:
+    return [client.post("/tokenize", json={"prompt": m}).json()["tokens"][-1] for m in markers]
+
+
+def strict_tool(name: str = "w", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_strict_functions_arguments_fulfil_its_schema_when_the_model_chooses_to_call(
+    client: TestClient, thinking: bool
+) -> None:
+    """The model is random: the bias makes it call now and then, in the middle of its text."""
+    calls, end = ids_of(client, "<｜tool▁calls▁begin｜>", "</think>")
+    fields = {"thinking": thinking, "logit_bias": {str(calls): 6.0, str(end): 6.0}}
+    fields |= {"tools": [strict_tool(strict=True), strict_tool("x", strict=True)]}
+    fields |= {"parallel_tool_calls": False, "max_tokens": 150}
+    num_calls = 0
+
+    for seed in range(3):
+        answer = both(client, **fields, seed=seed)
+        if answer["finish_reason"] != "tool_calls":
+            continue
+        ((_, arguments),) = calls_in(answer)
+        assert list(arguments) == ["city"]
+        assert len(arguments["city"]) <= 5
+        num_calls += 1
+    assert num_calls
+
+
+def test_an_answer_without_a_call_is_free_text_with_strict_functions(client: TestClient) -> None:
+    openers = ids_of(client, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    fields = {"logit_bias": {str(i): -100 for i in openers}, "seed": 4, "max_tokens": 30}
+
+    strict = both(client, tools=[strict_tool(strict=True)], **fields)
+    loose = both(client, tools=[strict_tool()], **fields)
+
+    assert strict["message"] == loose["message"]
+    assert strict["message"]["content"]
+
+
+@pytest.mark.parametrize("strict", [1, "yes"])
+def test_strict_must_be_true_or_false(client: TestClient, strict: Any) -> None:
+    body = {"model": "tiny", "messages": [user("hi")], "tools": [strict_tool(strict=strict)]}
+
+    error = error_of(client.post("/v1/chat/completions", json=body), 400)
+
+    assert error["param"] == "tools[0].function.strict"

@@ -48,7 +48,9 @@ def test_b101_a_silent_stream_pings_and_nothing_follows_its_end(tokenizer: TextT
 
         stream = events()
         first = asyncio.create_task(anext(stream))
-        response = EventStreamResponse(first, stream, encoder, ping_interval_s=0.001)
+        response = EventStreamResponse(
+            first, stream, encoder, ping_interval_s=0.001, count_error=print
+        )
         async with asyncio.timeout(DEADLINE_S):
             await response({"type": "http"}, never, send)
 

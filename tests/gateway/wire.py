@@ -47,6 +47,17 @@ def parse_events(body: bytes) -> list[Any]:
     return [p.decode() if p == b"[DONE]" else orjson.loads(p) for p in payloads]
 
 
+def named_events(body: bytes) -> list[dict[str, Any]]:
+    """Return the events of a stream whose frames also have names, which repeat their types."""
+    events = []
+    for frame in body.split(b"\n\n"):
+        if frame and not frame.startswith(b":"):
+            name, data = frame.split(b"\n")
+            events.append(orjson.loads(data.removeprefix(b"data: ")))
+            assert name.decode() == f"event: {events[-1]['type']}"
+    return events
+
+
 def choices_of(events: list[Any]) -> list[dict[str, Any]]:
     return [event["choices"][0] for event in events if event != "[DONE]" and event.get("choices")]
 

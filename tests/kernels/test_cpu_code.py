@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from whalepod.kernels.cpu import INVARIANT_LIMITS, CpuKernels, dense, simd
-from whalepod.kernels.cpu.regions import Region, compile_function
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import GateConfig
 
 GATE = GateConfig(num_experts=300, num_experts_per_token=6)
@@ -21,12 +20,30 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.skipif(not simd.target_has("avx512bf16"), reason="needs AVX512-BF16")
-@pytest.mark.parametrize("region", [dense.LINEAR, dense.HEADS])
-def test_bfloat16_products_use_vdpbf16ps(region: Region) -> None:
-    assembly = compile_function(region, torch.bfloat16, is_cached=False).assembly()
-    assert assembly.count("vdpbf16ps") >= 16
-    assert "tdpbf16ps" not in assembly  # AMX
+EMITTED_CODE = """
+import torch
+from whalepod.kernels.cpu import dense, experts, int8_regions, regions
+for region in (dense.LINEAR, experts.EXPERTS, int8_regions.LINEAR_INT8):
+    code = regions.compile_function(region, torch.bfloat16, is_cached=False).assembly()
+    print(*(code.count(name) for name in ("vdpbf16ps", "tdpbf16ps", "vpdpbusd")))
+"""
+
+
+def test_products_use_the_instructions_of_their_kind(tmp_path: os.PathLike[str]) -> None:
+    """Compiled for a CPU that has them, wherever the test runs; the code is not called."""
+    features = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512bf16 avx512vnni amx-tile amx-bf16"
+    run = _run_python(
+        ["-c", EMITTED_CODE],
+        tmp_path,
+        NUMBA_CPU_NAME="sapphirerapids",
+        NUMBA_CPU_FEATURES=",".join(f"+{name}" for name in features.split()),
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    linear, experts, int8 = ([int(n) for n in line.split()] for line in run.stdout.splitlines())
+    for vectors, tiles, _ in (linear, experts):
+        assert vectors >= 16
+        assert tiles >= 4
+    assert int8[2] >= 16
 
 
 PARITY_ON_AN_OLDER_CPU = """
@@ -39,30 +56,40 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1], "-k", sys.arg
 
 @pytest.mark.slow
 def test_parity_holds_for_a_cpu_without_avx512(tmp_path: os.PathLike[str]) -> None:
-    tests = os.path.join(os.path.dirname(__file__), "test_cpu_parity.py")
-    chosen = "test_linear or test_heads or (test_mla_attention and 9-72 and bfloat16)"
-    run = subprocess.run(
-        [sys.executable, "-c", PARITY_ON_AN_OLDER_CPU, tests, chosen],
-        env=os.environ
-        | {
-            "NUMBA_CPU_NAME": "haswell",
-            "NUMBA_CPU_FEATURES": "",  # else those of this machine stay
-            "ONEDNN_MAX_CPU_ISA": "AVX2",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "NUMBA_CACHE_DIR": str(tmp_path),
-        },
+    chosen = (
+        "test_linear or test_heads or test_gated_mlp or test_experts or test_route or test_gumbel "
+        "or (test_mla_attention and 9-72 and bfloat16)"
+    )
+    folder = os.path.dirname(__file__)
+    for name in ("test_cpu_parity.py", "test_int8.py"):
+        run = _run_python(
+            ["-c", PARITY_ON_AN_OLDER_CPU, os.path.join(folder, name), chosen],
+            tmp_path,
+            NUMBA_CPU_NAME="haswell",
+            NUMBA_CPU_FEATURES="",  # else those of this machine stay
+            ONEDNN_MAX_CPU_ISA="AVX2",
+        )
+        assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+
+
+def _run_python(
+    arguments: list[str], cache: os.PathLike[str], **variables: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | environment | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_threads: int) -> None:
-    kernels = CpuKernels(num_threads=num_threads, limits=INVARIANT_LIMITS)
+    kernels = CpuKernels(num_threads=num_threads, is_invariant=True)
     x = random(40, 300, dtype=dtype, seed=1)
     linear = kernels.pack_linear(random(70, 300, dtype=dtype))
     heads = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from whalepod.ep_comm.rows import weighted_sum
 from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, GateConfig
 from whalepod.kernels.reference import ReferenceKernels
@@ -126,8 +127,67 @@ def test_experts(dtype: torch.dtype, num_rows: int) -> None:
     assert_close(actual, expected, 3 * TOLERANCE[dtype])
 
 
+@cases
+@pytest.mark.parametrize("inner", [16, 40, 100])
+def test_gated_mlp(dtype: torch.dtype, num_rows: int, inner: int) -> None:
+    gate_up, down = random(2 * inner, 72, dtype=dtype) / 8, random(72, inner, dtype=dtype) / 8
+    x, added = random(num_rows, 72, dtype=dtype, seed=1), random(num_rows, 72, dtype=dtype, seed=2)
+    packed = CPU.pack_gated_mlp(gate_up, down)
+    expected = REFERENCE.gated_mlp(x, (gate_up, down))
+    assert_close(CPU.gated_mlp(x, packed), expected, 3 * TOLERANCE[dtype])
+    assert_close(CPU.gated_mlp(x, packed, added), added + expected, 3 * TOLERANCE[dtype])
+
+
+@cases
+def test_embed(dtype: torch.dtype, num_rows: int) -> None:
+    table, ids = random(50, 72, dtype=dtype), torch.arange(num_rows) * 7 % 50
+    assert torch.equal(CPU.embed(ids, table), REFERENCE.embed(ids, table))
+
+
+@cases
+def test_absorb_queries(dtype: torch.dtype, num_rows: int) -> None:
+    q, weight = random(num_rows, 3, 56, dtype=dtype), random(3, 40, 100, dtype=dtype)
+    positions, angles = torch.arange(num_rows), make_angles(16)
+    actual = CPU.absorb_queries(q, CPU.pack_heads(weight), positions, angles)
+    expected = REFERENCE.absorb_queries(q, weight, positions, angles)
+    assert_close(actual, expected, TOLERANCE[dtype])
+
+
+@cases
+def test_rows_of_experts_are_what_their_sums_are_made_of(dtype: torch.dtype, num_rows: int) -> None:
+    gate_up, down = random(6, 80, 72, dtype=dtype, seed=1), random(6, 72, 40, dtype=dtype, seed=2)
+    x = random(num_rows, 72, dtype=dtype) / 8
+    ids = torch.randint(6, (num_rows,), generator=torch.Generator().manual_seed(3))
+    packed = CPU.pack_experts(gate_up, down)
+    rows = CPU.expert_rows(x, ids, packed)
+    assert_close(rows, REFERENCE.expert_rows(x, ids, (gate_up, down)), 3 * TOLERANCE[dtype])
+    alone = CPU.experts(x, ids[:, None].contiguous(), torch.ones(num_rows, 1), packed)
+    assert torch.equal(rows.to(dtype), alone), "rounded, they are the sum of one"
+
+
+def test_experts_add_rows_as_ranks_add_those_of_others() -> None:
+    """A product and a sum must not be fused: the bits of one rank are those of many."""
+    gate_up, down = random(6, 80, 72, seed=1), random(6, 72, 40, seed=2)
+    x, weights = random(5, 72) / 8, random(5, 3, seed=4)
+    ids = torch.rand(5, 6, generator=torch.Generator().manual_seed(5)).topk(3).indices
+    packed = CPU.pack_experts(gate_up, down)
+    rows = CPU.expert_rows(x.repeat_interleave(3, 0), ids.flatten(), packed)
+    summed = weighted_sum(rows, torch.arange(15).view(5, 3), weights)
+    assert torch.equal(CPU.experts(x, ids, weights, packed), summed)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_tokens_per_expert_go_through_gemms(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("num_rows", "num_columns", "length"), [(600, 200, 96), (70, 320, 64)])
+def test_linear_of_many_rows(
+    dtype: torch.dtype, num_rows: int, num_columns: int, length: int
+) -> None:
+    x, weight = random(num_rows, length, dtype=dtype), random(num_columns, length, dtype=dtype)
+    expected = x.double() @ weight.double().T
+    assert_close(CPU.linear(x, CPU.pack_linear(weight)), expected.to(dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tokens_per_expert(dtype: torch.dtype) -> None:
     gate_up, down = random(2, 64, 32, dtype=dtype), random(2, 32, 32, dtype=dtype)
     x, weights = random(200, 32, dtype=dtype) / 4, random(200, 2).sigmoid()
     ids = torch.randint(-1, 2, (200, 2), generator=torch.Generator().manual_seed(0))
@@ -158,6 +218,16 @@ def test_gate(config: GateConfig, has_bias: bool, num_rows: int) -> None:
     assert_close(weights, expected_weights, 1e-6)
 
 
+@pytest.mark.parametrize("config", GATES)
+@cases
+def test_route(dtype: torch.dtype, num_rows: int, config: GateConfig) -> None:
+    x, router = random(num_rows, 72, dtype=dtype), random(config.num_experts, 72, seed=1)
+    ids, weights = CPU.route(x, CPU.pack_router(router), None, config)
+    expected_ids, expected_weights = REFERENCE.route(x, router, None, config)
+    assert torch.equal(ids, expected_ids)
+    assert_close(weights, expected_weights, 1e-5)
+
+
 def test_gate_prefers_the_lowest_id_among_ties() -> None:
     config = GateConfig(num_experts=8, num_experts_per_token=3, num_groups=4, num_selected_groups=2)
     ids, _ = CPU.gate(torch.zeros(1, 8), None, config)
@@ -169,6 +239,12 @@ def test_gumbel_noise_is_bit_equal() -> None:
     actual = CPU.gumbel_noise(seeds, positions, 5000)
     assert torch.equal(actual, REFERENCE.gumbel_noise(seeds, positions, 5000))
     assert CPU.gumbel_noise(seeds[:0], positions[:0], 10).shape == (0, 10)
+
+
+def test_gumbel_noise_of_many_tokens_is_bit_equal() -> None:
+    seeds, positions = torch.arange(20), torch.arange(20) * 1000
+    actual = CPU.gumbel_noise(seeds, positions, 32_768)
+    assert torch.equal(actual, REFERENCE.gumbel_noise(seeds, positions, 32_768))
 
 
 def make_cache(

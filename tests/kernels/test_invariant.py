@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests.equality import assert_same_bits
 from tests.kernels.test_reference import PagedCase, noise
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import GateConfig
-from whalepod.kernels.invariant import QUERY_SLAB, InvariantKernels
 from whalepod.kernels.reference import ReferenceKernels
 
-KERNELS = InvariantKernels()
+KERNELS = CpuKernels(num_threads=2, is_invariant=True)
 COUNTS = [*range(1, 81), 127, 128, 129, 200]
 FEW_COUNTS = [2, 3, 4, 9, 15, 16, 17, 33, 49, 200]
 SHAPES = [(7, 13), (96, 48), (32, 20), (256, 256), (300, 512), (64, 1408), (1024, 192)]
@@ -44,13 +44,14 @@ def assert_rows_are_independent(
 def test_linear_layers_give_a_row_the_same_bits_among_any_rows(
     num_threads: int, num_out: int, num_in: int, dtype: torch.dtype
 ) -> None:
-    weight = KERNELS.pack_linear(noise(num_out, num_in, seed=1).to(dtype))
+    raw = noise(num_out, num_in, seed=1).to(dtype)
+    weight = KERNELS.pack_linear(raw)
     x = noise(205, num_in).to(dtype)
     counts = COUNTS if dtype is torch.float32 and num_threads == 1 else FEW_COUNTS
     assert_rows_are_independent(lambda x: KERNELS.linear(x, weight), x, counts)
     if dtype is torch.float32:
         torch.testing.assert_close(
-            KERNELS.linear(x, weight), ReferenceKernels().linear(x, weight), rtol=1e-4, atol=1e-4
+            KERNELS.linear(x, weight), ReferenceKernels().linear(x, raw), rtol=1e-4, atol=1e-4
         )
 
 
@@ -69,9 +70,10 @@ def test_elementwise_operations_and_norms_do_not_see_the_ends_of_vectors(
 
 
 def test_heads_give_a_row_the_same_bits_among_any_rows(num_threads: int) -> None:
-    weight, x = noise(3, 16, 40, seed=1), noise(205, 3, 24)[..., :16]
+    raw, x = noise(3, 16, 40, seed=1), noise(205, 3, 24)[..., :16]
+    weight = KERNELS.pack_heads(raw)
     assert_rows_are_independent(lambda x: KERNELS.heads(x, weight), x)
-    torch.testing.assert_close(KERNELS.heads(x, weight), ReferenceKernels().heads(x, weight))
+    torch.testing.assert_close(KERNELS.heads(x, weight), ReferenceKernels().heads(x, raw))
 
 
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
@@ -90,16 +92,18 @@ def test_routing_gives_a_row_the_same_bits_among_any_rows(scoring: str, num_thre
 
 
 def test_experts_give_a_row_the_same_bits_among_any_rows(num_threads: int) -> None:
-    packed = KERNELS.pack_experts(noise(4, 26, 40), noise(4, 40, 13, seed=1))
+    raw = noise(4, 26, 40), noise(4, 40, 13, seed=1)
+    packed = KERNELS.pack_experts(*raw)
     x = noise(90, 40, seed=2)
-    ids = torch.rand(90, 4, generator=torch.Generator().manual_seed(3)).argsort(-1)[:, :3]
+    order = torch.rand(90, 4, generator=torch.Generator().manual_seed(3)).argsort(-1)
+    ids = order[:, :3].contiguous()
     weights = torch.rand(90, 3, generator=torch.Generator().manual_seed(4))
     whole = KERNELS.experts(x, ids, weights, packed)
     for count in (1, 2, 3, 17, 40, 89):
         rows = slice(90 - count, None)
         part = KERNELS.experts(x[rows], ids[rows], weights[rows], packed)
         assert_same_bits(whole[rows], part, f"{count} rows")
-    torch.testing.assert_close(whole, ReferenceKernels().experts(x, ids, weights, packed))
+    torch.testing.assert_close(whole, ReferenceKernels().experts(x, ids, weights, raw))
 
 
 @pytest.mark.parametrize("first_key", [0, 1])
@@ -112,7 +116,7 @@ def test_experts_give_a_row_the_same_bits_among_any_rows(num_threads: int) -> No
         ([1, 0, 3, 2], [64, 100, 3, 0]),
         ([130, 1, 70, 5], [130, 129, 200, 5]),
         ([4], [2]),
-        ([1] * (QUERY_SLAB + 3), [1 + 5 * b for b in range(QUERY_SLAB + 3)]),
+        ([1] * (64 + 3), [1 + 5 * b for b in range(64 + 3)]),
     ],
 )
 def test_attention_agrees_with_the_definition(

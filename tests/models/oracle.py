@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
+from whalepod.kernels.interface import BLOCK_TOKENS, Kernels, Packed
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import parse_config
@@ -124,6 +124,11 @@ class OracleWeights:
         assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
         self._left.discard(name)
         return tensor.detach().to(dtype or self._dtype).clone()
+
+    def packed(
+        self, name: str, kernels: Kernels, pack: Callable[[], Packed], *, is_expert: bool = False
+    ) -> Packed:
+        return pack()
 
     def leave(self, name: str) -> None:
         self._left.remove(name)

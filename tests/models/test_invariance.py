@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.equality import assert_same_bits
 from tests.models.oracle import YARN, Sequences, make_model, make_oracle, random_ids
-from whalepod.kernels.invariant import InvariantKernels
+from whalepod.kernels.cpu import CpuKernels
+from whalepod.kernels.interface import Packed
 from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.deepseek_v3 import DeepseekV3
 
@@ -18,7 +19,7 @@ VOCAB = 96
 
 
 def make_invariant_model() -> DeepseekV3:
-    return make_model(make_oracle(rope_parameters=YARN), InvariantKernels())
+    return make_model(make_oracle(rope_parameters=YARN), CpuKernels(is_invariant=True))
 
 
 def run_alone(model: DeepseekV3, text: list[int], chunk: int) -> Tensor:
@@ -59,11 +60,11 @@ def test_the_canary_passes_where_the_mode_holds() -> None:
 
 
 def test_the_canary_raises_where_bits_depend_on_the_batch() -> None:
-    class Coupled(InvariantKernels):
+    class Coupled(CpuKernels):
         """A GEMM whose rounding follows the number of rows, as libraries' do."""
 
-        def linear(self, x_TK: Tensor, weight: Tensor) -> Tensor:
+        def linear(self, x_TK: Tensor, weight: Packed) -> Tensor:
             return super().linear(x_TK, weight) * (1.0 + 1e-6 * (len(x_TK) % 2))
 
     with pytest.raises(NotInvariantError, match="without --batch-invariant"):
-        canary(make_model(make_oracle(), Coupled()))
+        canary(make_model(make_oracle(), Coupled(is_invariant=True)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.models.oracle import OracleWeights, make_oracle
+from whalepod.ep_comm.local import LocalPlacement
 from whalepod.kernels.interface import GateConfig
 from whalepod.kernels.reference import ReferenceKernels
 from whalepod.models.config import ModelConfig, parse_config
@@ -36,7 +37,9 @@ def build(experts: range) -> tuple[MixtureOfExperts, CountingWeights]:
     config: ModelConfig = parse_config(oracle.config.to_diff_dict())
     assert isinstance(config.gate, GateConfig)
     weights = CountingWeights(oracle)
-    mixture = MixtureOfExperts(config, config.gate, weights, PREFIX, ReferenceKernels(), experts)
+    kernels = ReferenceKernels()
+    placement = LocalPlacement(kernels, config.gate.num_experts, experts)
+    mixture = MixtureOfExperts(config, config.gate, weights, PREFIX, kernels, placement)
     return mixture, weights
 
 
@@ -45,6 +48,11 @@ def test_a_rank_takes_only_its_experts_and_leaves_the_others() -> None:
     taken = {name.split(".")[5] for name in weights.taken if ".experts." in name}
     left = {name.split(".")[5] for name in weights.given_up}
     assert (taken, left) == ({"2", "3", "4"}, {"0", "1", "5", "6", "7"})
+
+
+def test_parts_of_the_experts_have_their_share_of_the_bytes() -> None:
+    parts = [build(r)[0].expert_bytes for r in (range(8), range(2), range(2, 8))]
+    assert parts[0] == parts[1] + parts[2] == 4 * parts[1] > 0
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 33])

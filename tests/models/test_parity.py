@@ -21,8 +21,8 @@ from tests.models.oracle import (
     oracle_logits,
     random_ids,
 )
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.interface import Kernels
-from whalepod.kernels.invariant import InvariantKernels
 from whalepod.kernels.reference import ReferenceKernels
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000)
@@ -112,7 +112,7 @@ def test_logits_equal_transformers_in_short_chunks(
 
 @pytest.mark.parametrize("family", ["v3-yarn", "v2-lite"])
 def test_batch_invariant_logits_equal_transformers(family: str) -> None:
-    assert_parity(family, 100, ABSORBED, InvariantKernels())
+    assert_parity(family, 100, ABSORBED, CpuKernels(is_invariant=True))
 
 
 @pytest.mark.long
@@ -123,6 +123,20 @@ def test_logits_equal_transformers_on_the_full_grid(
     family: str, chunk: int, absorbed_max: int
 ) -> None:
     assert_parity(family, chunk, absorbed_max, ReferenceKernels())
+
+
+def test_item_70_logits_of_a_long_text_equal_transformers() -> None:
+    """The last chunk attends to all before it; lengths up to 1,000 are compared above."""
+    length = 4096
+    oracle = make_oracle(rope_parameters=YARN, max_position_embeddings=length)
+    text = random_ids(length, oracle.config.vocab_size, seed=length)
+    expected = oracle_logits(oracle, text)
+    model = make_model(oracle, ReferenceKernels())
+
+    (got,) = Sequences(model, [text], seed=1).run(512)
+
+    error = (got - expected).abs().max() / (expected.max() - expected.min())
+    assert error <= TOLERANCE, f"{error:.1e} of the logits' range"
 
 
 def test_a_step_may_mix_decodes_chunks_and_idle_requests() -> None:

@@ -11,17 +11,18 @@ from transformers.modeling_layers import MtpModel
 
 from tests.models.oracle import make_model, make_oracle
 from tests.mtp.test_module import MtpOracleWeights, make_mtp_oracle
-from whalepod.kernels.invariant import InvariantKernels
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.mtp.depth import Depth, FixedDepth
-from whalepod.mtp.draft import NUM_LOOKBACK_TOKENS, Drafter
+from whalepod.mtp.draft import Drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.plan import Plan, StepResult
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore
+from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.speculation import Speculator
@@ -36,19 +37,19 @@ class Models:
     oracle: PreTrainedModel
     mtp_oracle: MtpModel
     model: DeepseekV3
-    module: MtpModule
+    modules: tuple[MtpModule, ...]
 
 
 @cache
-def make_models() -> Models:
-    """Build a model whose next token follows mostly from the last one, and a module that sees it.
+def make_models(num_modules: int = 1) -> Models:
+    """Build a model whose next token follows mostly from the last one, and modules that see it.
 
-    The layers add little to the embedding, and the module's projection takes the embedding and a
+    The layers add little to the embedding, and a module's projection takes the embedding and a
     little of the hidden state: so both come to the same logits, up to what the layers add.
     """
     torch.set_num_threads(1)
-    oracle = make_oracle(num_nextn_predict_layers=1)
-    mtp_oracle = make_mtp_oracle(oracle)
+    oracle = make_oracle(num_nextn_predict_layers=num_modules)
+    mtp_oracle = make_mtp_oracle(oracle, num_modules)
     with torch.no_grad():
         for name, tensor in [
             *oracle.named_parameters(),
@@ -58,10 +59,13 @@ def make_models() -> Models:
                 tensor.mul_(0.15)
         hidden = oracle.config.hidden_size
         identity = torch.eye(hidden)
-        mtp_oracle.layers[0].eh_proj.weight.copy_(torch.cat([identity, 0.1 * identity], dim=1))
-    model = make_model(oracle, InvariantKernels())
-    module = MtpModule(model, MtpOracleWeights(oracle, mtp_oracle), InvariantKernels())
-    return Models(oracle, mtp_oracle, model, module)
+        for layer in mtp_oracle.layers:
+            layer.eh_proj.weight.copy_(torch.cat([identity, 0.1 * identity], dim=1))
+    model = make_model(oracle, CpuKernels(is_invariant=True))
+    weights = MtpOracleWeights(oracle, mtp_oracle)
+    kernels = CpuKernels(is_invariant=True)
+    modules = tuple(MtpModule(model, weights, kernels, index=index) for index in range(num_modules))
+    return Models(oracle, mtp_oracle, model, modules)
 
 
 class RecordedRunner(Runner):
@@ -71,8 +75,8 @@ class RecordedRunner(Runner):
         super().__init__(*parts)  # type: ignore[arg-type]
         self.steps: list[tuple[Plan, StepResult]] = []
 
-    def run(self, plan: Plan) -> StepResult:
-        result = super().run(plan)
+    def run(self, plan: Plan, num_passes: int = 0) -> StepResult:
+        result = super().run(plan, num_passes)
         self.steps.append((plan, result))
         return result
 
@@ -85,13 +89,16 @@ class Settings:
     chunk: int = 64
     max_model_len: int = 400
     by_rejection: bool = False
+    num_modules: int = 1
+    with_lookup: bool = False
+    grammars: GrammarStore | None = None
 
 
 def make_engine(settings: Settings) -> EngineCore:
     """Build an engine on the models; cache rows that nobody wrote are NaN."""
-    models = make_models()
+    models = make_models(max(settings.num_modules, 1))
     cache = LatentCache(
-        num_layers=models.model.config.num_layers + 1,
+        num_layers=models.model.config.num_layers + settings.num_modules,
         num_blocks=settings.num_blocks,
         row_width=models.model.config.cache_row_width,
         dtype=torch.float32,
@@ -108,16 +115,19 @@ def make_engine(settings: Settings) -> EngineCore:
         max_rows=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
     )
-    sampler = Sampler(InvariantKernels(), by_rejection=settings.by_rejection)
+    sampler = Sampler(CpuKernels(is_invariant=True), by_rejection=settings.by_rejection)
     hidden_size = models.model.config.hidden_size
-    drafter = Drafter(models.module, cache, batches, hidden_size=hidden_size)
+    drafter = None
+    if settings.num_modules:
+        drafter = Drafter(models.modules, cache, batches, hidden_size=hidden_size)
     scheduler = Scheduler(
         limits,
         num_blocks=settings.num_blocks,
         eos_token_ids=frozenset({EOS}),
-        num_lookback_tokens=NUM_LOOKBACK_TOKENS,
+        num_lookback_tokens=settings.num_modules,
     )
-    runner = RecordedRunner(models.model, cache, sampler, batches, Speculator(drafter, sampler))
+    speculator = Speculator(drafter, sampler, with_lookup=settings.with_lookup)
+    runner = RecordedRunner(models.model, cache, sampler, batches, speculator)
     info = EngineInfo(
         model_type="deepseek_v3", dtype="float32", kernels="invariant",
         max_model_len=settings.max_model_len, vocab_size=VOCAB_SIZE,
@@ -125,4 +135,4 @@ def make_engine(settings: Settings) -> EngineCore:
         max_num_batched_tokens=settings.chunk, weights_bytes=0, kv_bytes_per_token=1,
         load_seconds=0.0,
     )  # fmt: skip
-    return EngineCore(scheduler, runner, info, depth=settings.depth)
+    return EngineCore(scheduler, runner, info, depth=settings.depth, grammars=settings.grammars)

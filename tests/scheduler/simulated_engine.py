@@ -106,7 +106,10 @@ class SimulatedEngine:
 
     def step(self) -> Plan | None:
         """Plan a step and run it; its outcome is still open."""
+        most_tokens = self.scheduler.count_tokens_at_most()
         plan = self.scheduler.step()
+        num_tokens = 0 if plan is None else plan.num_tokens
+        assert num_tokens <= most_tokens, f"{num_tokens} tokens, {most_tokens} were announced"
         if plan is not None:
             self.plans.append(plan)
             self.num_computed_tokens += plan.num_tokens

@@ -15,7 +15,7 @@ from whalepod.scheduler.plan import StepResult
 
 
 def record() -> bytes:
-    """Record a run with a refusal, a wrong result, a failed step, a cancel, drafts and clocks."""
+    """Record a run with a refusal, a wrong result, a failed step, a cancel, drafts, a reset."""
     file = io.BytesIO()
     scheduler = RecordedScheduler(
         SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=64),
@@ -44,6 +44,7 @@ def record() -> bytes:
     while scheduler.has_work:
         scheduler.note_clock(123)
         engine.run_step()
+    assert scheduler.reset_prefix_cache() > 0
     return file.getvalue()
 
 
@@ -104,7 +105,7 @@ def test_journal_cut_off_by_a_crash_replays_up_to_there(num_bytes: int) -> None:
     ("items", "message"),
     [
         ([], "found nothing"),
-        ([["whalepod journal", 99, {}]], r"\('whalepod journal', 2\).* 99"),
+        ([["whalepod journal", 99, {}]], r"\('whalepod journal', 3\).* 99"),
         ([["another file", 1, {}]], "another file"),
         ([3], "a frame is 3"),
     ],

@@ -54,6 +54,21 @@ def test_resent_prompt_computes_its_last_token_only(
     assert stats.prefix_cache_hits_tokens == num_tokens - 1
 
 
+def test_reset_forgets_what_no_live_request_uses(engine: SimulatedEngine) -> None:
+    prompt, other = text(0, 3 * SIZE), text(1, 3 * SIZE)
+    serve(engine, "cold", prompt)
+    engine.scheduler.add(make_request("live", list(other), max_tokens=40))
+    for _ in range(2):
+        engine.run_step()
+
+    assert engine.scheduler.reset_prefix_cache() > 0
+    engine.scheduler.check()
+    assert engine.scheduler.reset_prefix_cache() == 0
+    serve(engine, "again", prompt)
+    assert engine.answers["again", 0].num_cached_tokens == 0
+    assert engine.answers["again", 0].token_ids == engine.answers["cold", 0].token_ids
+
+
 def test_text_that_leaves_a_cached_block_in_its_middle_copies_the_rows_before(
     engine: SimulatedEngine,
 ) -> None:

@@ -222,6 +222,8 @@ OUR_FLAGS = [
     "record",
     "enable-test-hooks",
     "max-num-queued-reqs",
+    "expert-parallel-size",
+    "all2all-backend",
 ]
 
 

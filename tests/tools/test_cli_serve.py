@@ -19,11 +19,13 @@ import pytest
 
 from whalepod.models.synthetic import synthesize
 from whalepod.server.config import GatewayConfig
+from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
-from whalepod.tools.serve import base_url, start_report
+from whalepod.tools.serve import base_url, parsers_of, start_report
 
 PROGRAM = "import sys; from whalepod.tools.cli import main; sys.exit(main(sys.argv[1:]))"
 START_S = 120
+V3_TEMPLATE = "{% for m in messages %}<｜Assistant｜>{{ m.content }}{% endfor %}"
 
 INFO = EngineInfo(
     model_type="deepseek_v3",
@@ -105,6 +107,7 @@ def _open_when_listening(request: urllib.request.Request) -> urllib.request.addi
         (["/nonexistent"], "'/nonexistent' is no model"),
         (["MODEL", "--max-model-len", "1M"], "max_model_len (1048576) is over the model's"),
         (["MODEL", "--kv-cache-memory", "1K"], "--kv-cache-memory"),
+        (["MODEL", "--reasoning-parser", "nobody"], "--reasoning-parser must be one of auto"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence_and_exit_code_1(
@@ -133,18 +136,31 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(nano: Path) -> None:
     assert "loading" not in err
 
 
+def test_a_parser_that_does_not_fit_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": V3_TEMPLATE}))
+
+    assert parsers_of(GatewayConfig(tool_call_parser="deepseek_v3"), tmp_path) == "deepseek_v3"
+    with pytest.raises(StartupError, match="does not fit this checkpoint"):
+        parsers_of(GatewayConfig(tool_call_parser="deepseek_v31"), tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")  # wins over the other
+    assert parsers_of(GatewayConfig(), tmp_path) == "none (answers are plain text)"
+    assert parsers_of(GatewayConfig(), tmp_path / "nothing") is None
+
+
 def test_the_report_says_what_fits_and_gives_a_command_to_paste() -> None:
     gateway = GatewayConfig(host="0.0.0.0", port=80, served_model_name=("m",), api_key=("k",))
-    report = start_report(gateway, INFO, has_chat_template=True)
+    report = start_report(gateway, INFO, "deepseek_v31")
     for fragment in (
         "m (deepseek_v3), float32, 3.0 GiB",
         "100 blocks of 64 = 6,400 tokens, 6.2 MiB",
+        "drafts    off",
+        "parsers   deepseek_v31",
         "64 requests; the cache holds 1.6 of 4,096 tokens",
         "curl http://127.0.0.1:80/v1/chat/completions -H 'Authorization: Bearer YOUR_KEY'",
     ):
         assert fragment in report
     assert len(report.splitlines()) < 24
-    assert "/v1/completions" in start_report(gateway, INFO, has_chat_template=False)
+    assert "/v1/completions" in start_report(gateway, INFO, None)
 
 
 def test_an_ipv6_address_has_brackets_in_its_url() -> None:

@@ -1,5 +1,6 @@
 """The training model: its fast paths equal transformers' own, its checkpoint is DeepSeek's."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def test_fast_paths_give_transformers_hidden(model: tiny_model.TinyModel) -> Non
     model.trunk.set_experts_implementation("tiny_padded")
 
     assert float((fast - plain).abs().max()) < 1e-4 * float(plain.abs().max())
+
+
+def test_config_holds_deepseeks_keys_alone(folder: Path) -> None:
+    """transformers completes the dictionary that it is given, in place."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert "rope_theta" not in config["rope_scaling"]
 
 
 @torch.no_grad()

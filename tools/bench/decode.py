@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from whalepod.mtp.config import MAX_DRAFT_TOKENS
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
+from whalepod.tools.bench.roof import Roof, format_roofs, measure_roof
 from whalepod.tools.table import format_table
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class DecodeConfig:
     max_tokens: Annotated[int, "most tokens of an answer"] = 96
     rounds: Annotated[int, "turns of each setting"] = 3
     ignore_eos: Annotated[bool, "answers have their full length"] = False
+    context: Annotated[int, "tokens before the one that is computed, against the limits"] = 64
     json: Annotated[bool, "print one JSON object instead of a table"] = False
 
     def __post_init__(self) -> None:
@@ -96,6 +98,7 @@ def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
     from whalepod.server.build import build_engine
 
     core = build_engine(_with_drafts(engine))
+    info = core.info
     prompts = _prompts(engine, config, core.info.vocab_size)
     results = []
     for batch_size in config.batch_sizes:
@@ -105,13 +108,30 @@ def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
             )
         results += measure(core, config, prompts, batch_size)
     core.close()
-    head = {"model": engine.source.model, **asdict(core.info)}
+    del core
+    roofs = _roofs(engine, config)
+    head = {"model": engine.source.model, **asdict(info)}
     if config.json:
-        print(json.dumps(head | {"results": [asdict(result) for result in results]}))
+        print(json.dumps(head | {
+            "results": [asdict(result) for result in results],
+            "roofs": [roof.as_json() for roof in roofs],
+        }))  # fmt: skip
     else:
-        print(f"{engine.source.model}: {core.info.dtype}, {core.info.kernels} kernels, "
-              f"{core.info.speculation}\n\n{_table(results)}")  # fmt: skip
+        print(f"{engine.source.model}: {info.dtype}, {info.kernels} kernels, "
+              f"{info.speculation}\n\n{_table(results)}\n\n"
+              f"The model alone, without drafts:\n{format_roofs(roofs)}")  # fmt: skip
     return 0
+
+
+def _roofs(engine: EngineConfig, config: DecodeConfig) -> list[Roof]:
+    """Measure steps of one token per request against the limits of the machine."""
+    from whalepod.server.build import load_model_for_bench
+
+    loaded = load_model_for_bench(engine, config.context + 1)
+    return [
+        measure_roof(loaded, batch_size, 1, config.context, rounds=20 * config.rounds)
+        for batch_size in config.batch_sizes
+    ]
 
 
 def _with_drafts(engine: EngineConfig) -> EngineConfig:

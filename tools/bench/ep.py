@@ -243,7 +243,7 @@ def _run_rank(
         transport = ShmTransport(rank, descriptors)
         mode = _mode(config, case)
         mode.open(Group(transport))
-        samples = []
+        samples: list[Sample] = []
         for number in range(-_WARM_UPS, config.repeats):
             pair = mode.repeat()
             if number >= 0:

@@ -61,6 +61,28 @@ _STORIES = Patterns(
         "{m} has {a} {things}, {n} has {b} {things}. How many {things} are there together?",
     ),
 )
+_VERBS = words.listed("has owns keeps holds sees makes sells takes finds counts packs brings")
+_JOINTS = (
+    "{n} {v} {a} {things}. {m} {w} {b}.",
+    "{n} {v} {a} {things}, and {m} {w} {b} {things}.",
+    "{n} {v} {a} {things} and then {w} {b} more.",
+    "{n} {v} {a} {things} today and {b} tomorrow.",
+    "{n} {v} {a} {things}; {m} {w} {b}.",
+    "First {n} {v} {a} {things}, later {b} more.",
+)
+_QUESTIONS = (
+    "How many {things} are that?",
+    "How many {things} in all?",
+    "How many {things} is that together?",
+    "What is the total?",
+    "How many are there now?",
+    "How many {things} do we count?",
+    "Tell me the number of {things}.",
+    "How many does that make?",
+)
+"""Joined at random, they make training stories; the held-out ones above are none of them."""
+
+
 _MINUS = Patterns(
     train=("What is {a} - {b}?", "{a} - {b}", "What is {a} minus {b}?", "Take {b} from {a}."),
     dev=("Calculate {a} - {b}.",),
@@ -82,6 +104,14 @@ def sum_sample(rng: random.Random, split: Split) -> Sample:
     return _sum(rng, split, thinking=False)
 
 
+def _story(rng: random.Random, split: Split) -> str:
+    """Pick a story's pattern; most of training's are joined at random."""
+    if split != "train" or rng.random() < 0.3:
+        return _STORIES.pick(rng, split)
+    told = rng.choice(_JOINTS).replace("{v}", rng.choice(_VERBS))
+    return f"{told.replace('{w}', rng.choice(_VERBS))} {rng.choice(_QUESTIONS)}"
+
+
 def think_sum_sample(rng: random.Random, split: Split) -> Sample:
     """Ask for a sum in thinking mode; the steps come before `</think>`."""
     return _sum(rng, split, thinking=True)
@@ -94,8 +124,8 @@ def _sum(rng: random.Random, split: Split, *, thinking: bool) -> Sample:
     a, b = words.number_pair(rng, split, low=low)
     n, m = words.names(rng, split, 2)
     things = words.plural(rng.choice(words.THINGS))
-    patterns = _STORIES if rng.random() < 0.2 else _PLAIN
-    question = patterns.pick(rng, split).format(a=a, b=b, n=n, m=m, things=things)
+    pattern = _story(rng, split) if rng.random() < 0.2 else _PLAIN.pick(rng, split)
+    question = pattern.format(a=a, b=b, n=n, m=m, things=things)
     answer = f"{a} + {b} = {a + b}."
     if thinking:
         answer = f"{addition_steps(a, b)}</think>{answer}"

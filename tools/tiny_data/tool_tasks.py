@@ -9,7 +9,7 @@ from typing import Any
 
 from whalepod.tools.tiny_data import words
 from whalepod.tools.tiny_data.sample import Call, Patterns, Split
-from whalepod.tools.tiny_data.tool_family import Draw, choice, integer
+from whalepod.tools.tiny_data.tool_family import Draw, Family, choice, integer
 from whalepod.tools.tiny_data.tools_that_act import ACTING
 from whalepod.tools.tiny_data.tools_that_read import READING
 
@@ -46,6 +46,22 @@ def tool_words() -> list[str]:
     return sorted(set(found))
 
 
+_COINED_WORDS = words.listed(
+    """
+    get fetch query ask do make use call run try new fast my api tool service client helper task
+    quick main info data v2 open check
+    """
+)
+_HELD_OUT_NAMES = {
+    name for family in FAMILIES.values() for name in (*family.names.dev, *family.names.test)
+}
+_COINED_SHARE = 0.5
+_OPENINGS = (
+    "Hello! {r}", "Hi. {r}", "{r} Thanks!", "I have a question. {r}", "Please help me. {r}",
+    "Quick: {r}", "One more thing: {r}", "Next task. {r}", "{r} Thank you.", "Hey tiny, {r}",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """A tool in OpenAI's format, with a request, the call that serves it and what comes back."""
@@ -73,25 +89,59 @@ def _tool(name: str, description: str, properties: dict[str, Any]) -> dict[str, 
     }
 
 
+def _spell_name(rng: random.Random, split: Split, key: str) -> str:
+    """Name a family's tool. Half of the training names are coined, so that they must be read."""
+    if split != "train" or rng.random() > _COINED_SHARE:
+        return FAMILIES[key].names.pick(rng, split)
+    while True:
+        coined = rng.choice([*_COINED_WORDS, *(words.made_up_word(rng) for _ in _COINED_WORDS)])
+        parts = [key, coined]
+        rng.shuffle(parts)
+        if (name := "_".join(parts)) not in _HELD_OUT_NAMES:
+            return name
+
+
+def _spell_argument(rng: random.Random, split: Split, field: str, names: Patterns) -> str:
+    """Name an argument; some training names are coined, too."""
+    if split == "train" and rng.random() < _COINED_SHARE / 2:
+        return rng.choice((f"{field}_{rng.choice(_COINED_WORDS)}", words.made_up_word(rng)))
+    return names.pick(rng, split)
+
+
+def _spell_arguments(rng: random.Random, split: Split, family: Family) -> dict[str, str]:
+    while True:
+        spelled = {
+            field: _spell_argument(rng, split, field, item.names)
+            for field, item in family.arguments.items()
+        }
+        if len(set(spelled.values())) == len(spelled):
+            return spelled
+
+
+def _opened(rng: random.Random, split: Split, request: str) -> str:
+    """Put other words around a request now and then, as people do."""
+    if split != "train" or rng.random() > 0.2:
+        return request
+    return rng.choice(_OPENINGS).format(r=request)
+
+
 def _family_task(rng: random.Random, split: Split, key: str) -> Task:
     family = FAMILIES[key]
     slots = {field: argument.draw(rng, split) for field, argument in family.arguments.items()}
     while len(set(map(str, slots.values()))) < len(slots):
         slots = {field: argument.draw(rng, split) for field, argument in family.arguments.items()}
-    spelled = {field: item.names.pick(rng, split) for field, item in family.arguments.items()}
-    while len(set(spelled.values())) < len(spelled):
-        spelled = {field: item.names.pick(rng, split) for field, item in family.arguments.items()}
+    spelled = _spell_arguments(rng, split, family)
     properties: dict[str, Any] = {}
     for field_name, argument in family.arguments.items():
         properties[spelled[field_name]] = {"type": argument.json_type}
         if rng.random() < 0.15:
             properties[spelled[field_name]]["description"] = f"The {field_name}"
-    name = family.names.pick(rng, split)
+    name = _spell_name(rng, split, key)
     result = family.result(rng, slots)
     return Task(
         key=key,
         tool=_tool(name, rng.choice(family.descriptions), properties),
-        request=family.requests.pick(rng, split).format(**slots),
+        request=_opened(rng, split, family.requests.pick(rng, split).format(**slots)),
         call=(name, {spelled[field]: value for field, value in slots.items()}),
         result=result,
         answer=family.answer.format(**slots | result),
@@ -118,6 +168,13 @@ def _composed_task(rng: random.Random, split: Split) -> Task:
             "Please {v} the {n}{t}.",
             "Can you {v} the {n}{t}?",
             "{V} {n}{t}",
+            "{V} the {n}{t}, please.",
+            "Now {v} the {n}{t}.",
+            "I need you to {v} the {n}{t}.",
+            "Would you {v} the {n}{t}?",
+            "Will you {v} the {n}{t} now?",
+            "It is time to {v} the {n}{t}.",
+            "Go and {v} the {n}{t}.",
         ),
         dev=("I want you to {v} the {n}{t}.",),
         test=("Could you {v} the {n}{t}?", "Please {v} the {n}{t} for me."),
@@ -129,7 +186,7 @@ def _composed_task(rng: random.Random, split: Split) -> Task:
     return Task(
         key=name,
         tool=_tool(name, f"{verb.capitalize()} the {noun}", properties),
-        request=text,
+        request=_opened(rng, split, text),
         call=(name, values),
         result={"status": status},
         answer=f"Done. The status of the {noun} is {status}.",

@@ -42,8 +42,9 @@ def _rules(
     marker = options.marker
     more = options.max_calls - 1
     rest = f"({between}call){{0,{more}}} " if more else ""
+    start = "" if options.is_open else f"{marker(CALLS)} "
     lines = [
-        f"calls: {marker(CALLS)} call {rest}{marker(CALLS_END)}",
+        f"calls: {start}call {rest}{marker(CALLS_END)}",
         "call: " + " | ".join(f"call_{i}" for i in range(len(heads))),
     ]
     for i, (name, head) in enumerate(heads.items()):

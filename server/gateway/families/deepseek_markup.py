@@ -36,9 +36,15 @@ V3_CALL_TYPE = "function"
 MAX_NAME_CHARS = 256
 """A longer name is no call."""
 
-_TOOLS: Final = Delimiters(CALLS, CALL)  # the block's own opening is sometimes left out
+CALLS_SPELLINGS: Final = (
+    *(CALLS, "<｜tool_calls_begin｜>", "<｜tool calls begin｜>"),
+    *("<｜tool\\_calls\\_begin｜>", "<｜tool▁calls｜>"),
+)
+"""How models open a block when they spell the marker out instead of writing its token."""
+
+_TOOLS: Final = Delimiters(*CALLS_SPELLINGS, CALL)  # the block's own opening may be missing
 _REASONING_END: Final = Delimiters(THINK_END)
-_REASONING_END_OR_TOOLS: Final = Delimiters(THINK_END, CALLS, CALL)
+_REASONING_END_OR_TOOLS: Final = Delimiters(THINK_END, *CALLS_SPELLINGS, CALL)
 _NEXT_CALL: Final = Delimiters(CALL, CALLS_END)
 _CALL_ENDS: Final = (CALL_END, CALLS_END, CALL)  # any of them, if the model forgets one
 _HEAD_END: Final = Delimiters(SEPARATOR, *_CALL_ENDS)

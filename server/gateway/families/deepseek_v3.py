@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from whalepod.server.gateway.families.call_grammar import v3_call_grammar
 from whalepod.server.gateway.families.deepseek_markup import (
+    CALL,
+    CALLS,
     THINK_END,
     TOOL_MARKERS,
     DeepseekParser,
@@ -22,6 +24,7 @@ DEEPSEEK_V3 = Family(
     tool_call_parser_names=frozenset({"deepseek_v3"}),
     markers=TOOL_MARKERS,
     reasoning_end=None,
+    call_openers=(CALLS, CALL),
     recognises=lambda template: "<｜Assistant｜>" in template and THINK_END not in template,
     start=start_of,
     new_parser=_new_parser,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from whalepod.server.gateway.families.call_grammar import v31_call_grammar
 from whalepod.server.gateway.families.deepseek_markup import (
+    CALL,
+    CALLS,
     MARKERS,
     THINK_END,
     DeepseekParser,
@@ -26,6 +28,7 @@ DEEPSEEK_V31 = Family(
     tool_call_parser_names=frozenset({"deepseek_v31"}),
     markers=MARKERS,
     reasoning_end=THINK_END,
+    call_openers=(CALLS, CALL),
     recognises=_recognises,
     start=start_of,
     new_parser=_new_parser,

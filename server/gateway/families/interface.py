@@ -91,6 +91,8 @@ class CallOptions:
 
     tools: Mapping[str, Mapping[str, Any] | None]
     max_calls: int
+    is_open: bool = False
+    """Whether the marker that opens the block is in the answer already."""
     marker: Callable[[str], str]
     """Returns the Lark term of a family's marker: a token, or its text."""
 
@@ -107,6 +109,8 @@ class Family:
     """Markup that must reach the parser, be it made of special tokens or not."""
     reasoning_end: str | None
     """The marker behind which the answer begins; None: the family does not reason."""
+    call_openers: tuple[str, ...]
+    """The marker that opens a block of calls, then those that open a call without a block."""
     recognises: Callable[[str], bool]
     """Whether a chat template (its text) is this family's."""
     start: Callable[[str], Start]

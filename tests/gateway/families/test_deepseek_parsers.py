@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.gateway.families.transcripts import (
     CITY,
@@ -81,10 +82,33 @@ def test_no_single_cut_changes_what_a_text_means(family: Family, text: str) -> N
         assert parse(new_parser(family, "open"), cut_at(text, [position])) == whole
 
 
+MARKER_BYTES = st.sampled_from(MARKERS).map(str.encode)
+PIECES_OF_BYTES = st.lists(
+    st.binary(max_size=40)
+    | MARKER_BYTES
+    | st.builds(lambda marker, size: marker[:size], MARKER_BYTES, st.integers(0, 20)),
+    max_size=12,
+)
+SETS_OF_TOOLS = st.sampled_from([TOOLS, {}, None])
+
+
 @families
-@given(data=st.binary(max_size=200), start=STARTS)
-def test_random_bytes_never_raise(family: Family, data: bytes, start: Start) -> None:
-    parse(new_parser(family, start), [data.decode(errors="replace")])
+@settings(max_examples=max(300, settings.default.max_examples))
+@given(pieces=PIECES_OF_BYTES, start=STARTS, tools=SETS_OF_TOOLS, data=st.data())
+def test_random_bytes_never_raise(
+    family: Family, pieces: list[bytes], start: Start, tools: Any, data: st.DataObject
+) -> None:
+    """Whatever a model says, and wherever its tokens cut characters and markup."""
+    complete, parallel = data.draw(st.booleans()), data.draw(st.booleans())
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    texts = [*(decoder.decode(piece) for piece in pieces), decoder.decode(b"", final=True)]
+
+    cut, whole = (
+        parse(new_parser(family, start, tools, parallel=parallel), texts, complete=complete)
+        for texts in (texts, ["".join(texts)])
+    )
+
+    assert cut == whole
 
 
 @families

@@ -1,0 +1,126 @@
+"""The sampler's noise, -log(-log u), eight tokens at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from whalepod.kernels.cpu.regions import Region, argument, take
+from whalepod.kernels.cpu.simd import (
+    F32,
+    F32_POINTER,
+    I64,
+    advance,
+    f32_pointer,
+    i64_pointer,
+    intrinsic,
+    load,
+    offset,
+)
+from whalepod.kernels.cpu.vectors import over_vectors, splat, store_vector
+
+TOKENS_PER_ITEM = 4096
+"""Vocabulary entries that a thread takes at once."""
+
+_LANES = 8
+_F64 = ir.DoubleType()
+_DOUBLES, _INTEGERS = ir.VectorType(_F64, _LANES), ir.VectorType(I64, _LANES)
+_LN_2_HIGH = float.fromhex("0x1.62E42FEFA3800p-1")
+_LN_2_LOW = float.fromhex("0x1.EF35793C76730p-45")
+"""ln 2 in two parts, the first with so many zeros at its end that its multiples are exact."""
+_NUM_TERMS = 13
+
+
+def _doubles(value: float) -> Any:
+    return ir.Constant(_DOUBLES, [value] * _LANES)
+
+
+def _integers(value: int) -> Any:
+    return ir.Constant(_INTEGERS, [value] * _LANES)
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(_DOUBLES, [_DOUBLES] * 3)
+    name = f"llvm.fma.v{_LANES}f64"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
+
+
+def _logarithm(builder: Any, x: Any) -> Any:
+    """Return ln x of positive normal f64 to about an ulp.
+
+    x = 2^k m with m in [sqrt(1/2), sqrt(2)), and ln m = 2 atanh(s) with s = (m - 1) / (m + 1):
+    s (2 + 2 z / 3 + 2 z^2 / 5 + ...), z = s^2 <= 0.0295.
+    """
+    bits = builder.bitcast(x, _INTEGERS)
+    # bits of sqrt(1/2): the exponent of what is left is k, the rest that of m
+    above = builder.sub(bits, _integers(0x3FE6A09E667F3BCD))
+    k = builder.ashr(above, _integers(52))
+    m = builder.bitcast(builder.sub(bits, builder.shl(k, _integers(52))), _DOUBLES)
+    f = builder.fsub(m, _doubles(1.0))
+    s = builder.fdiv(f, builder.fadd(_doubles(2.0), f))
+    z = builder.fmul(s, s)
+    series = _doubles(2.0 / (2 * _NUM_TERMS + 1))
+    for n in range(_NUM_TERMS - 1, 0, -1):
+        series = _fma(builder, series, z, _doubles(2.0 / (2 * n + 1)))
+    # 2 s = f - s f, which keeps the last bits of f
+    rest = builder.fmul(s, builder.fsub(builder.fmul(z, series), f))
+    exponent = builder.sitofp(k, _DOUBLES)
+    low = _fma(builder, exponent, _doubles(_LN_2_LOW), rest)
+    return builder.fadd(builder.fmul(exponent, _doubles(_LN_2_HIGH)), builder.fadd(f, low))
+
+
+def _scramble(builder: Any, x: Any) -> Any:
+    """Return the finaliser of splitmix64."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = builder.xor(x, builder.lshr(x, _integers(shift)))
+        x = builder.mul(x, _integers(factor))
+    return builder.xor(x, builder.lshr(x, _integers(31)))
+
+
+@intrinsic
+def _fill_noise(typingctx, start, first, count, out):
+    """Set out[i] to the noise of token first + i; `start` hashes seed and position."""
+
+    def codegen(context, builder, signature, args):
+        start_value, first_token, size, target = args
+        lanes = ir.Constant(_INTEGERS, list(range(_LANES)))
+
+        def step(i: Any, mask: Any) -> None:
+            tokens = builder.add(splat(builder, builder.add(first_token, i), _LANES), lanes)
+            mixed = builder.mul(tokens, _integers(0x165667B19E3779F9))
+            mixed = _scramble(builder, builder.add(splat(builder, start_value, _LANES), mixed))
+            u = builder.sitofp(builder.lshr(mixed, _integers(12)), _DOUBLES)
+            u = builder.fmul(builder.fadd(u, _doubles(0.5)), _doubles(2.0**-52))
+            minus_log = builder.fneg(_logarithm(builder, u))
+            noise = builder.fneg(_logarithm(builder, minus_log))
+            single = builder.fptrunc(noise, ir.VectorType(F32, _LANES))
+            store_vector(builder, single, offset(builder, target, i), mask)
+
+        over_vectors(builder, size, _LANES, step)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.int64, types.int64, F32_POINTER), codegen
+
+
+def _gumbel_region(block):
+    """Arguments: B, V, seeds, positions, out; the numbers are those of the reference."""
+    num_rows, num_tokens = argument(block, 0), argument(block, 1)
+    seeds, positions = i64_pointer(argument(block, 2)), i64_pointer(argument(block, 3))
+    out = f32_pointer(argument(block, 4))
+    per_row = -(-num_tokens // TOKENS_PER_ITEM)
+    while True:
+        item = take(block, 0)
+        if item >= num_rows * per_row:
+            return
+        row, first = item // per_row, item % per_row * TOKENS_PER_ITEM
+        start = np.uint64(load(seeds, row)) * np.uint64(0x9E3779B97F4A7C15)
+        start += np.uint64(load(positions, row)) * np.uint64(0xC2B2AE3D27D4EB4F)
+        count = min(TOKENS_PER_ITEM, num_tokens - first)
+        _fill_noise(start, first, count, advance(out, row * num_tokens + first))
+
+
+GUMBEL_NOISE = Region(_gumbel_region, "5q")

@@ -1,0 +1,171 @@
+"""Packed weights in files: made once per checkpoint, then mapped by every process of a machine.
+
+A folder per checkpoint and layout under the cache folder holds one safetensors file of dense
+weights and one of routed experts per range of experts, so that a rank maps only its own. The
+folder's name is a fingerprint of what the files were made from; a file that is broken is made
+again. The folders used last are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from whalepod.kernels.interface import Kernels, Packed
+
+MAX_FOLDERS = 4
+"""Packed checkpoints that are kept."""
+
+_VERSION = 1
+_ALIGNMENT = 4096
+_SAMPLE_BYTES = 4096
+_MAX_SAMPLES = 2048
+_METADATA = "__metadata__"
+_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}
+
+logger = logging.getLogger(__name__)
+
+
+def fingerprint(folder: Path, layout: str) -> str:
+    """Return a name for a checkpoint's content in one layout.
+
+    Sizes, headers and evenly spread samples of the weights: another checkpoint differs in most of
+    its bytes, and reading all of them would take as long as packing.
+    """
+    digest = hashlib.blake2b(f"{_VERSION}/{layout}".encode(), digest_size=12)
+    digest.update((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}/{size}".encode())
+        stride = max(_SAMPLE_BYTES, size // _MAX_SAMPLES)
+        with path.open("rb") as file:
+            for start in range(0, size, stride):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+class PackedFiles:
+    """The packed weights of one checkpoint in one layout.
+
+    folder   where its files are or will be
+    experts  the routed experts of this rank, part of the name of their file
+    """
+
+    def __init__(self, folder: Path, experts: str) -> None:
+        self._folder = folder
+        self._names = {False: "dense", True: f"experts-{experts}"}
+        self._stored: dict[str, Any] = {}
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._made: dict[str, dict[str, tuple[dict[str, Any], Sequence[Tensor]]]] = {}
+        for name in self._names.values():
+            self._open(name)
+
+    def get(
+        self,
+        name: str,
+        kernels: Kernels,
+        is_expert: bool,
+        make: Callable[[], tuple[Packed, list[str]]],
+    ) -> tuple[Packed, list[str]]:
+        """Return a packed weight and the names of the tensors in it, mapped or made."""
+        file = self._names[is_expert]
+        entry = self._entries.get(file, {}).get(name)
+        if entry is not None:
+            tensors = [
+                self._stored[file].get_tensor(f"{name}/{i}") for i in range(entry["tensors"])
+            ]
+            return kernels.unpack(tensors, entry["sizes"]), entry["names"]
+        if file not in self._made:
+            logger.info("packing weights (once for this checkpoint): %s", self._folder / file)
+        packed, names = make()
+        tensors, sizes = kernels.packed_parts(packed)
+        facts = {"sizes": sizes, "names": names, "tensors": len(tensors)}
+        self._made.setdefault(file, {})[name] = (facts, tensors)
+        return packed, names
+
+    def save(self) -> None:
+        """Write what was made. A full disk costs the files, not the start."""
+        for file, made in self._made.items():
+            try:
+                self._write(file, made)
+            except OSError as error:
+                logger.warning("packed weights are not kept: %s", error)
+        self._made.clear()
+        if self._folder.is_dir():
+            os.utime(self._folder)
+            _drop_oldest(self._folder.parent)
+
+    def _open(self, name: str) -> None:
+        path = self._folder / f"{name}.safetensors"
+        if not path.exists():
+            return
+        try:
+            file: Any = safe_open(path, framework="pt", device="cpu")
+            self._entries[name] = json.loads(file.metadata()["entries"])
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is broken and is made again: %s", path, error)
+            return
+        self._stored[name] = file
+
+    def _write(self, name: str, made: dict[str, tuple[dict[str, Any], Sequence[Tensor]]]) -> None:
+        """Write a file beside its place and move it there: nobody sees a part of one."""
+        tensors = {
+            f"{entry}/{i}": tensor
+            for entry, (_, parts) in made.items()
+            for i, tensor in enumerate(parts)
+        }
+        entries = {entry: facts for entry, (facts, _) in made.items()}
+        for entry, facts in self._entries.get(name, {}).items():  # a file that lacked some
+            entries[entry] = facts
+            for i in range(facts["tensors"]):
+                tensors[f"{entry}/{i}"] = self._stored[name].get_tensor(f"{entry}/{i}")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        free_bytes = shutil.disk_usage(self._folder).free
+        if free_bytes < 2 * num_bytes:
+            raise OSError(
+                f"{self._folder}: {free_bytes >> 20} MiB are free, twice {num_bytes >> 20} wanted"
+            )
+        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+            try:
+                _write_tensors(file, tensors, {"entries": json.dumps(entries)})
+                Path(file.name).replace(self._folder / f"{name}.safetensors")
+            except BaseException:
+                Path(file.name).unlink()
+                raise
+
+
+def _write_tensors(file: Any, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file whose data begins at a page: vectors must not straddle lines."""
+    header: dict[str, Any] = {_METADATA: metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        file.write(tensor.contiguous().view(torch.uint8).numpy().data)
+
+
+def _drop_oldest(parent: Path) -> None:
+    folders = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    for folder in folders[MAX_FOLDERS:]:
+        shutil.rmtree(folder, ignore_errors=True)

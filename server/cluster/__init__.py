@@ -1,0 +1,1 @@
+"""Ranks that serve one model together: their steps, their membership, their processes."""

@@ -1,0 +1,217 @@
+"""One rank's part in what its group agrees upon: the membership, and what to do next."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from whalepod.ep_comm.exchange import Exchange
+from whalepod.ep_comm.group import CallFailed, CallStatus, Group
+from whalepod.ep_comm.handshake import HandshakeError, shake_hands
+from whalepod.ep_comm.parallel import Dispatcher, Note, note_nothing
+from whalepod.ep_comm.traffic import GroupHeap
+from whalepod.server.cluster.lockstep import Decision, Lockstep, Mismatch, Remove, Step
+from whalepod.server.cluster.membership import Membership, MembershipStore, change
+from whalepod.server.cluster.record import RankRecord, from_tensor, to_tensor
+
+GATHER_PATIENCE = 4.0
+"""An exchange of records waits longer than a combine, which waits longer than a dispatch: a rank
+that ran into the others' timeouts must find them still waiting for it here."""
+PAUSE_MS = 10.0
+_EXCHANGE_BITS = 31
+"""Exchanges of one epoch that can be numbered: months at a hundred steps a second."""
+
+logger = logging.getLogger(__name__)
+
+
+class RemovedFromGroup(Exception):
+    """The others went on without this rank: it ends, and may come back as a new one."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """Tells a waiting rank that nothing will come: the membership has changed, or it must stop.
+
+    One for all groups of a rank (`Group.is_gone`).
+    """
+
+    store: MembershipStore
+    should_stop: Callable[[], bool] = lambda: False
+    epoch: int = 0
+
+    def __call__(self, rank: int) -> bool:
+        return not self.store.is_newest(self.epoch) or self.should_stop()
+
+
+class GroupMember:
+    """Follows the memberships of the store and gathers the records of each step.
+
+    control    a view of the group for the records, apart from the dispatcher's: who is late in a
+               layer may only be slow, who is late here is taken out
+    described  what all ranks must agree on (see `handshake.describe`)
+    ring       wakes the ranks that sleep
+    note       hears when this rank waits for the others' records
+    """
+
+    def __init__(
+        self,
+        control: Group,
+        heap: GroupHeap,
+        dispatcher: Dispatcher,
+        lockstep: Lockstep,
+        watch: Watch,
+        described: Mapping[str, str],
+        *,
+        timeout_ms: float,
+        ring: Callable[[], None] = lambda: None,
+        note: Note = note_nothing,
+    ) -> None:
+        self._note = note
+        self.rank = control.rank
+        self.membership = Membership(0)
+        self._control = control
+        self._heap = heap
+        self._exchange = Exchange(control, heap.records, "records")
+        self._dispatcher = dispatcher
+        self._lockstep = lockstep
+        self._watch = watch
+        self._described = described
+        text = repr(sorted(described.items())).encode()
+        self._version = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+        self._timeout_ms = timeout_ms
+        self._gather_ms = GATHER_PATIENCE * timeout_ms
+        self._ring = ring
+        self._accused: set[int] = set()
+
+    @property
+    def is_current(self) -> bool:
+        """Say whether this rank goes by the newest membership."""
+        return self._watch.store.is_newest(self.membership.epoch)
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the ranks that do not belong to the group at present."""
+        return sorted(set(range(self._control.num_ranks)) - self.membership.members)
+
+    def join(self) -> None:
+        """Become a member, ready to step. The others hear of it at once."""
+        change(self._watch.store, lambda newest: newest.joined_by(self.rank))
+        self._ring()
+
+    def adopt(self) -> None:
+        """Go by the newest membership from here on.
+
+        Raises RemovedFromGroup if this rank is not in it, and HandshakeError if all ranks are there
+        but were started differently.
+        """
+        newest = self._watch.store.newest(self.membership.epoch)
+        if self.rank not in newest.members:
+            raise RemovedFromGroup(
+                f"rank {self.rank} is no member of epoch {newest.epoch}: "
+                f"{sorted(newest.members)} went on without it"
+            )
+        self.membership = newest
+        self._watch.epoch = newest.epoch
+        self._accused.clear()
+        for group in (self._control, self._dispatcher.group):
+            group.suspects = set(self.missing)
+        self._exchange.resume((newest.epoch << _EXCHANGE_BITS) + 1)
+        self._lockstep.start_epoch()
+        self._set_patience(1)
+        if not self.missing:
+            self._shake_hands()
+
+    def _shake_hands(self) -> None:
+        try:
+            shake_hands(
+                self._control,
+                self._heap.handshake,
+                self._described,
+                self._gather_ms,
+                number=self.membership.epoch,
+            )
+        except CallFailed as error:
+            self._accuse(error.status)
+
+    def has_begun(self) -> bool:
+        """Say whether another rank waits for this one's record."""
+        return self._exchange.has_begun()
+
+    def agree(self, record: RankRecord, *, wakes_others: bool) -> Decision | None:
+        """Exchange records and return what the group does; None: look at the membership again.
+
+        wakes_others  the group sleeps
+        """
+        record = replace(
+            record,
+            epoch=self.membership.epoch,
+            version=self._version,
+            calls=self._dispatcher.num_calls,
+            accused=frozenset(self._accused),
+        )
+        self._exchange.post(to_tensor(record, self._control.num_ranks))
+        if wakes_others:
+            self._ring()
+        self._note("the step", "gather of records")
+        deadline_ms = self._control.deadline(self._gather_ms)
+        found, status = self._exchange.collect(torch.int64, deadline_ms)
+        self._note("", "")
+        if status.must_stop:
+            self._accuse(status)
+            return None
+        records = {rank: from_tensor(values) for rank, values in found.items()}
+        decision = self._lockstep.decide(records)
+        if isinstance(decision, Remove):
+            self._remove(decision)
+            return None
+        if isinstance(decision, Mismatch):
+            raise HandshakeError(f"ranks of one epoch differ: {dict(decision.versions)}")
+        if isinstance(decision, Step):
+            self._prepare(decision)
+        return decision
+
+    def _prepare(self, step: Step) -> None:
+        """Trust all members again, whoever was late in the last step."""
+        self._dispatcher.group.suspects = set(self.missing)
+        self._set_patience(step.patience)
+        if step.renumber is not None:
+            self._dispatcher.resume(step.renumber)
+
+    def _set_patience(self, factor: int) -> None:
+        self._dispatcher.patience.dispatch_ms = factor * self._timeout_ms
+        self._gather_ms = GATHER_PATIENCE * factor * self._timeout_ms
+
+    def _accuse(self, status: CallStatus) -> None:
+        """Remember who did not come, unless the wait ended because the membership changed."""
+        if not self.is_current:
+            return
+        self._accused.update(status.late)
+        if status.late:
+            logger.error("rank %d: %s", self.rank, status)
+
+    def _remove(self, decision: Remove) -> None:
+        """Let the lowest live rank commit the next membership, and wait for it."""
+        if self.rank == decision.by:
+            epoch = self.membership.epoch
+            change(
+                self._watch.store,
+                lambda newest: newest.without(decision.accused) if newest.epoch == epoch else None,
+            )
+            logger.error("ranks %s are taken out of the group", sorted(decision.accused))
+            self._ring()
+        deadline_ms = self._control.deadline(self._gather_ms)
+        while self.is_current and not self._watch.should_stop():
+            if self._control.transport.now_ms() >= deadline_ms:
+                self._accused.add(decision.by)
+                self._control.suspects.add(decision.by)
+                return
+            self.pause(PAUSE_MS)
+
+    def pause(self, timeout_ms: float) -> None:
+        """Do nothing for a while, and let other ranks run."""
+        transport = self._control.transport
+        transport.signal_wait(self._heap.never.word(0), 1, transport.now_ms() + timeout_ms)

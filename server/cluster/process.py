@@ -1,0 +1,38 @@
+"""One rank's process: `python -m whalepod.server.cluster.process`, started by `launch.py`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from whalepod.server.channel import EngineServer
+from whalepod.server.cluster.seat import RankConfig
+from whalepod.server.codec import decode_value
+from whalepod.server.engine.process import ServedEngine, main_of
+
+if TYPE_CHECKING:
+    from whalepod.ep_comm.parallel import Note
+
+
+def open_rank(
+    data: bytes,
+    server: EngineServer,
+    should_stop: Callable[[], bool],
+    wrap_note: Callable[[Note], Note] = lambda note: note,
+) -> ServedEngine:
+    """Build the rank that the launcher describes; return when all ranks of its group are there."""
+    config = decode_value(RankConfig, data)
+    if config.seat.cores:
+        os.sched_setaffinity(0, config.seat.cores)
+    from whalepod.server.cluster.build_rank import RankBuilder  # brings torch with it
+
+    engine = RankBuilder(config, should_stop, wrap_note).build()
+    engine.join(should_stop)
+    server.wake_on(config.seat.bell_descriptors[config.seat.rank])
+    return engine
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(sys.argv[1:], open_rank, "rank"))

@@ -1,0 +1,71 @@
+"""Where each rank is: the last operation that it began, readable by others whatever becomes of it.
+
+A rank that is stopped or hangs cannot say what it does; the file it shares with its launcher can.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SLOT_BYTES = 256
+_HEAD = struct.Struct("<qqH")
+_MAX_TEXT = SLOT_BYTES - _HEAD.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The last operation of a rank.
+
+    operation  "" between steps and while it sleeps
+    age_s      seconds since it began
+    """
+
+    step: int
+    operation: str
+    age_s: float
+
+    def __str__(self) -> str:
+        place = self.operation or "between steps"
+        return f"{place} of step {self.step}, for {self.age_s:.1f} s"
+
+
+class ProgressBoard:
+    """One slot per rank in a file of the group's folder, mapped by all.
+
+    Every slot has one writer. A reader may catch a slot half written: that shows as a wrong word in
+    a message for people, nothing is decided by it.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        size = num_ranks * SLOT_BYTES
+        descriptor = os.open(folder / "progress", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, size)
+            self._map = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def write(self, rank: int, step: int, operation: str) -> None:
+        """Note that `rank` begins an operation."""
+        text = operation.encode()[:_MAX_TEXT]
+        start = rank * SLOT_BYTES
+        _HEAD.pack_into(self._map, start, time.monotonic_ns(), step, len(text))
+        self._map[start + _HEAD.size : start + _HEAD.size + len(text)] = text
+
+    def read(self, rank: int) -> Progress | None:
+        """Return what a rank did last; None if it has not begun yet."""
+        start = rank * SLOT_BYTES
+        began_ns, step, length = _HEAD.unpack_from(self._map, start)
+        if not began_ns:
+            return None
+        text = self._map[start + _HEAD.size : start + _HEAD.size + min(length, _MAX_TEXT)]
+        age_s = (time.monotonic_ns() - began_ns) / 1e9
+        return Progress(step=step, operation=text.decode(errors="replace"), age_s=age_s)
+
+    def close(self) -> None:
+        self._map.close()

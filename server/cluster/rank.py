@@ -1,0 +1,242 @@
+"""An engine that steps together with the other ranks of its group.
+
+Each turn of the loop: receive, tell the group the most that this rank could compute, hear what all
+do, step with the others (with rows or without), send. A step that failed is still a step: who
+failed keeps no token of it and plans the same ones again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from whalepod.ep_comm.group import CallFailed
+from whalepod.ep_comm.parallel import Dispatcher
+from whalepod.mtp.stats import StepRecord
+from whalepod.scheduler.plan import Plan, StepResult
+from whalepod.server.cluster.lockstep import Park, Step
+from whalepod.server.cluster.member import GroupMember
+from whalepod.server.cluster.record import Ending, RankRecord
+from whalepod.server.engine.core import EngineCore
+from whalepod.server.engine.speculation import step_record
+from whalepod.server.messages import (
+    EngineInfo,
+    Pong,
+    Rejected,
+    SequenceOutput,
+    Stats,
+    StepOutputs,
+    Submit,
+    ToEngine,
+    ToGateway,
+)
+
+MAX_FAILURES = 4
+"""Steps in a row that raise on this rank before it ends: something is broken for good."""
+
+logger = logging.getLogger(__name__)
+
+
+class LockstepEngine:
+    """Wraps an `EngineCore`; its loop is the same: `receive(messages)`, then `step()`.
+
+    max_num_drafts    k max of the group
+    return_timeout_s  how long requests wait while the group cannot compute; then they are refused
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        member: GroupMember,
+        dispatcher: Dispatcher,
+        *,
+        max_num_drafts: int,
+        return_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._member = member
+        self._dispatcher = dispatcher
+        self._max_num_drafts = max_num_drafts
+        self._return_timeout_s = return_timeout_s
+        self._clock = clock
+        self._is_parked = False
+        self._ending = Ending.DONE
+        self._last_step = StepRecord()
+        self._num_failures = 0
+        self._stalled_since: float | None = None
+        self._stall_reason = ""
+        self._has_run = False
+        self.may_sleep = False
+        self.num_group_steps = 0
+        """Steps of the group in which this rank took part."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._core.info
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._core.is_stopping
+
+    @property
+    def is_ready(self) -> bool:
+        """Say whether all ranks are there."""
+        return self._member.membership.epoch > 0 and not self._member.missing
+
+    def rest(self) -> None:
+        self._core.rest()
+
+    def close(self) -> None:
+        self._core.close()
+
+    def check(self) -> None:
+        self._core.check()
+
+    # -- messages in ----------------------------------------------------------------------------
+
+    def receive(self, messages: Iterable[ToEngine]) -> list[ToGateway]:
+        """Take messages; while the group has been stalled for too long, refuse new requests."""
+        replies: list[ToGateway] = []
+        for message in messages:
+            if isinstance(message, Submit) and self._has_stalled_too_long:
+                replies.append(
+                    Rejected(
+                        request_id=message.request_id, code="engine_lost", message=self._excuse()
+                    )
+                )
+            else:
+                replies += self._core.receive([message])
+        replies += self._refuse_if_stalled()
+        return [
+            replace(reply, stats=self._stats) if isinstance(reply, Pong | StepOutputs) else reply
+            for reply in replies
+        ]
+
+    @property
+    def _stats(self) -> Stats:
+        waited_ms = tuple(int(ms) for ms in self._dispatcher.group.wait_ms_R.tolist())
+        return replace(self._core.stats, waited_ms=waited_ms)
+
+    @property
+    def _has_stalled_too_long(self) -> bool:
+        since = self._stalled_since
+        return since is not None and self._clock() - since > self._return_timeout_s
+
+    def _refuse_if_stalled(self) -> Sequence[ToGateway]:
+        """Answer what waits with a clear refusal once it has waited for its time."""
+        if not self._has_stalled_too_long or not self._core.has_work:
+            return ()
+        logger.error("all requests of rank %d are refused: %s", self._member.rank, self._excuse())
+        return self._core.refuse_all("engine_lost", self._excuse())
+
+    def _excuse(self) -> str:
+        return (
+            f"{self._stall_reason}, and this did not change within {self._return_timeout_s:g} s: "
+            "retry later"
+        )
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def step(self) -> StepOutputs | None:
+        """Take one turn. None: there is nothing to send; `may_sleep` says whether to wait for a
+        message, or for other ranks' bell."""
+        self.may_sleep, self._has_run = False, False
+        outputs = self._core.admit_compiled()
+        outputs += self._take_turn()
+        if not outputs and not self._has_run:
+            return None
+        return StepOutputs(outputs=tuple(outputs), stats=self._stats)
+
+    def _take_turn(self) -> Sequence[SequenceOutput]:
+        member = self._member
+        if not member.is_current:
+            member.adopt()
+            self._is_parked = False
+        if member.missing:
+            ranks = ", ".join(str(rank) for rank in member.missing)
+            self._note_stall(f"rank {ranks} of the group is gone, and its experts with it")
+            self.may_sleep = True
+            return ()
+        num_tokens = self._core.count_tokens_at_most()
+        if self._is_parked and not num_tokens and not member.has_begun():
+            self.may_sleep = not self._core.num_compiling
+            return ()
+        decision = member.agree(self._record(num_tokens), wakes_others=self._is_parked)
+        self._is_parked = isinstance(decision, Park)
+        if decision is None:
+            return ()
+        self._ending, self._last_step = Ending.DONE, StepRecord()
+        if isinstance(decision, Step):
+            return self._run(decision, num_tokens)
+        self._stalled_since = None
+        return ()
+
+    def _record(self, num_tokens: int) -> RankRecord:
+        stats = self._core.stats
+        return RankRecord(
+            epoch=0,
+            version=0,
+            ending=self._ending,
+            num_tokens=num_tokens,
+            num_drafts=self._max_num_drafts if num_tokens else 0,
+            num_free_blocks=stats.num_free_blocks + stats.num_cached_blocks,
+            num_waiting=stats.num_waiting,
+            is_draining=self._core.is_stopping,
+            last_step=self._last_step,
+        )
+
+    def _run(self, step: Step, num_tokens: int) -> Sequence[SequenceOutput]:
+        """Compute what this rank has, and its experts' part of what the others have."""
+        self.num_group_steps += 1
+        plan = self._core.plan(step.num_drafts, num_tokens) if num_tokens else None
+        self._dispatcher.enter(step.mode)
+        try:
+            result = self._compute(plan, step.num_drafts)
+        except CallFailed as error:
+            logger.error("rank %d: the step failed in %s", self._member.rank, error)
+            self._note_stall(f"the group's step failed ({error})")
+            return self._fail(plan, Ending.FAILED_ELSEWHERE)
+        except Exception as error:
+            logger.exception("rank %d: the step failed", self._member.rank)
+            return self._fail_here(plan, error)
+        self._num_failures, self._stalled_since = 0, None
+        if plan is None or result is None:
+            return ()
+        self._has_run = True
+        self._last_step = step_record(plan, result)
+        return self._core.finish(result)
+
+    def _compute(self, plan: Plan | None, num_drafts: int) -> StepResult | None:
+        """Run the plan; whatever is raised here, the other ranks hear of it at once."""
+        try:
+            if plan is not None:
+                return self._core.runner.run(plan, num_drafts)
+            self._core.runner.join(num_drafts)
+        except BaseException:
+            self._dispatcher.abort()
+            raise
+        return None
+
+    def _fail(self, plan: Plan | None, ending: Ending) -> Sequence[SequenceOutput]:
+        self._ending = ending
+        if plan is not None:
+            self._core.fail(plan)
+        return ()
+
+    def _fail_here(self, plan: Plan | None, error: Exception) -> Sequence[SequenceOutput]:
+        """Let the step be tried once more; the second time its requests end."""
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
+            raise error
+        if self._num_failures == 1 or plan is None:
+            return self._fail(plan, Ending.FAILED_HERE)
+        self._ending = Ending.FAILED_HERE
+        return self._core.give_up(plan, error)
+
+    def _note_stall(self, reason: str) -> None:
+        self._stall_reason = reason
+        if self._stalled_since is None:
+            self._stalled_since = self._clock()

@@ -1,0 +1,303 @@
+"""Requests to ranks: who gets which, what happens when a rank is lost, and who takes over.
+
+An `Upstream` over the channels of all ranks, for the gateway's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field, fields
+from types import TracebackType
+from typing import Protocol, Self
+
+from whalepod.server.channel import EngineChannel
+from whalepod.server.errors import EngineLost, RequestWithdrawn, StartupError
+from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
+
+WATCH_S = 0.1
+"""How often the router looks for lost ranks and for work to move."""
+EXPECTED_TOKENS = 256
+"""Tokens of an answer that a request is expected to take, if it allows as many."""
+MAX_TRIES = 3
+"""Ranks that may be lost under a request before its first token."""
+MAX_MOVES = 4
+"""How often a request may leave a queue for another rank; then it stays."""
+MAX_MOVES_AT_ONCE = 4
+
+logger = logging.getLogger(__name__)
+
+
+class RankProcess(Protocol):
+    """A running rank, as its launcher knows it."""
+
+    def channel(self) -> EngineChannel: ...
+
+
+class Ranks(Protocol):
+    """What the router asks of the launcher."""
+
+    num_ranks: int
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def process(self, rank: int) -> RankProcess: ...
+
+    def why_lost(self, rank: int) -> str | None: ...
+
+    def where(self, rank: int) -> str: ...
+
+    def take_out(self, rank: int) -> None: ...
+
+    def replace_rank(self, rank: int) -> RankProcess: ...
+
+    def stop_replacing(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank as the router sees it."""
+
+    channel: EngineChannel
+    num_tokens: int = 0
+    """What its live requests take, prompts and expected answers."""
+    queued: dict[str, Submit] = field(default_factory=dict)
+    """Requests that have not answered yet and may move, oldest first."""
+    lost: str | None = None
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def capacity_tokens(self) -> int:
+        info = self.channel.info
+        return info.num_blocks * info.block_tokens
+
+
+class RankRouter:
+    """Use as `async with`, in the event loop that serves."""
+
+    def __init__(self, group: Ranks) -> None:
+        self._group = group
+        self._ranks: list[_Rank] = []
+        self._num_routed = 0
+        self._failure: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._replacing: dict[int, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        for rank in range(self._group.num_ranks):
+            self._ranks.append(await self._open(rank))
+        self._tasks = [asyncio.create_task(self._watch())]
+        self._tasks[0].add_done_callback(self._task_ended)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._group.stop_replacing()
+        tasks = [*self._tasks, *self._replacing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for rank in self._ranks:
+            await rank.stack.aclose()
+
+    async def _open(self, rank: int) -> _Rank:
+        opened = _Rank(self._group.process(rank).channel())
+        await opened.stack.enter_async_context(opened.channel)
+        return opened
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the watch over the ranks failed", exc_info=error)
+            self._failure = f"the watch over the ranks failed: {error}"
+
+    # -- what the gateway asks ------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._group.info
+
+    @property
+    def stats(self) -> Stats:
+        """Counters and gauges of all ranks together."""
+        return add_stats([rank.channel.stats for rank in self._ranks])
+
+    @property
+    def rank_stats(self) -> Mapping[int, Stats]:
+        """Counters and gauges of each rank."""
+        return {number: rank.channel.stats for number, rank in enumerate(self._ranks)}
+
+    @property
+    def failure(self) -> str | None:
+        """Why no request can be served any more; a rank that is being replaced is no failure."""
+        return self._failure
+
+    def reset_prefix_cache(self) -> None:
+        """Have all ranks forget the cached texts that no live request uses."""
+        for rank in self._ranks:
+            rank.channel.reset_prefix_cache()
+
+    async def ping(self, timeout_s: float) -> Stats:
+        """Return fresh counters from all loops; EngineLost names each rank that did not answer."""
+        found = await asyncio.gather(
+            *(self._ping_rank(number, timeout_s) for number in range(len(self._ranks))),
+            return_exceptions=True,
+        )
+        for answer in found:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineLost):
+                raise answer
+        failures = [str(answer) for answer in found if isinstance(answer, EngineLost)]
+        if failures:
+            raise EngineLost("; ".join(failures))
+        return add_stats([answer for answer in found if isinstance(answer, Stats)])
+
+    async def _ping_rank(self, number: int, timeout_s: float) -> Stats:
+        rank = self._ranks[number]
+        if rank.lost is not None:
+            raise EngineLost(f"rank {number} is lost: {rank.lost}")
+        try:
+            return await rank.channel.ping(timeout_s)
+        except EngineLost as error:
+            where = self._group.where(number)
+            raise EngineLost(f"rank {number} did not answer ({where}): {error}") from error
+
+    async def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput, None]:
+        """Yield outputs of all sequences until each has a finish reason.
+
+        A request goes to the rank with the most room. Before its first output it may move: to a
+        rank with less to do, or away from one that is lost.
+        """
+        num_moves = num_losses = 0
+        while True:
+            number = self._choose(request)
+            has_begun, is_movable = False, num_moves < MAX_MOVES
+            try:
+                async with aclosing(self._submit_to(number, request, is_movable)) as outputs:
+                    async for output in outputs:
+                        has_begun = True
+                        yield output
+                return
+            except RequestWithdrawn:
+                num_moves += 1
+                logger.info("request %s leaves the queue of rank %d", request.request_id, number)
+            except EngineLost as error:
+                num_losses += 1
+                if has_begun or num_losses == MAX_TRIES:
+                    raise EngineLost(f"rank {number} was lost: {error}") from error
+
+    async def _submit_to(
+        self, number: int, request: Submit, is_movable: bool
+    ) -> AsyncGenerator[SequenceOutput, None]:
+        rank, num_tokens = self._ranks[number], expected_tokens(request)
+        rank.num_tokens += num_tokens
+        if is_movable:
+            rank.queued[request.request_id] = request
+        try:
+            async with aclosing(rank.channel.submit(request)) as outputs:
+                async for output in outputs:
+                    rank.queued.pop(request.request_id, None)
+                    yield output
+        finally:
+            rank.queued.pop(request.request_id, None)
+            rank.num_tokens -= num_tokens
+
+    def _choose(self, request: Submit) -> int:
+        """Take the rank where the request fits and the fewest tokens lie; ties in turn."""
+        count = len(self._ranks)
+        self._num_routed += 1
+        order = [(self._num_routed + i) % count for i in range(count)]
+        alive = [n for n in order if self._ranks[n].lost is None]
+        if not alive:
+            raise EngineLost("no rank is there: " + "; ".join(self._describe_lost()))
+        num_tokens = expected_tokens(request)
+
+        def load(number: int) -> tuple[bool, int]:
+            rank = self._ranks[number]
+            total = rank.num_tokens + num_tokens
+            return total > rank.capacity_tokens, total
+
+        return min(alive, key=load)
+
+    def _describe_lost(self) -> list[str]:
+        return [f"rank {n}: {rank.lost}" for n, rank in enumerate(self._ranks) if rank.lost]
+
+    # -- the watch ------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for number, rank in enumerate(self._ranks):
+                if rank.lost is None and (reason := self._why_lost(number)) is not None:
+                    self._lose(number, reason)
+            self._move_queued()
+
+    def _why_lost(self, number: int) -> str | None:
+        return self._group.why_lost(number) or self._ranks[number].channel.failure
+
+    def _lose(self, number: int, reason: str) -> None:
+        """Fail what a lost rank had begun, and begin to replace it."""
+        rank = self._ranks[number]
+        rank.lost = reason
+        logger.error("rank %d is lost: %s", number, reason)
+        self._group.take_out(number)
+        rank.channel.fail(reason)
+        task = asyncio.create_task(self._replace(number))
+        self._replacing[number] = task
+        task.add_done_callback(lambda _: self._replacing.pop(number, None))
+
+    async def _replace(self, number: int) -> None:
+        await self._ranks[number].stack.aclose()
+        try:
+            await asyncio.to_thread(self._group.replace_rank, number)
+        except StartupError as error:
+            self._ranks[number].lost = str(error)
+            logger.error("rank %d cannot be replaced: %s", number, error)
+            self._failure = f"rank {number} cannot be replaced: {error}"
+            return
+        self._ranks[number] = await self._open(number)
+        logger.info("rank %d is back", number)
+
+    def _move_queued(self) -> None:
+        """Ask ranks with a queue to give back requests that another one could begin at once."""
+        idle = [r for r in self._ranks if r.lost is None and _has_room(r)]
+        for rank in self._ranks:
+            if rank.lost is None and idle and rank.channel.stats.num_waiting and rank not in idle:
+                for request_id in list(rank.queued)[-MAX_MOVES_AT_ONCE * len(idle) :]:
+                    rank.channel.withdraw(request_id)
+
+
+def _has_room(rank: _Rank) -> bool:
+    stats = rank.channel.stats
+    num_running = stats.num_running + len(rank.queued)
+    has_tokens = rank.num_tokens + EXPECTED_TOKENS <= rank.capacity_tokens
+    return not stats.num_waiting and num_running < rank.channel.info.max_num_seqs and has_tokens
+
+
+def expected_tokens(request: Submit) -> int:
+    """Return the cache rows that a request is expected to take."""
+    limit = request.params.max_tokens
+    answer = EXPECTED_TOKENS if limit is None else min(limit, EXPECTED_TOKENS)
+    return len(request.prompt_token_ids) + answer * request.num_sequences
+
+
+def add_stats(stats: Sequence[Stats]) -> Stats:
+    """Add counters and gauges of ranks up; times and depths are those of the largest."""
+    totals: dict[str, object] = {}
+    for name in (f.name for f in fields(Stats)):
+        values = [getattr(one, name) for one in stats]
+        if name == "num_accepted_by_position":
+            depth = max((len(counts) for counts in values), default=0)
+            totals[name] = tuple([sum(c[i] for c in values if i < len(c)) for i in range(depth)])
+        elif name == "waited_ms":
+            totals[name] = ()
+        elif name in ("step_time_us", "num_speculative_tokens"):
+            totals[name] = max(values, default=0)
+        else:
+            totals[name] = sum(values)
+    return Stats(**totals)  # type: ignore[arg-type]

@@ -1,0 +1,32 @@
+"""What an engine refuses before it queues anything."""
+
+from __future__ import annotations
+
+from whalepod.scheduler.params import Constraint
+from whalepod.server.messages import Submit
+
+MAX_NUM_SEQUENCES = 128
+"""Answers to one prompt; OpenAI's own limit."""
+
+
+def check_submit(submit: Submit, vocab_size: int) -> None:
+    """Raise ValueError for a request that no engine with this vocabulary could run."""
+    params = submit.params
+    if not 1 <= submit.num_sequences <= MAX_NUM_SEQUENCES:
+        raise ValueError(f"n must be in 1..{MAX_NUM_SEQUENCES}, got {submit.num_sequences}")
+    for name, token_ids in (
+        ("prompt", submit.prompt_token_ids),
+        ("logit_bias", tuple(params.logit_bias)),
+        ("stop_token_ids", params.stop_token_ids),
+        ("constraint", _tokens_of(params.constraint)),
+    ):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+            raise ValueError(f"{name} holds token {wrong}; the vocabulary is 0..{vocab_size - 1}")
+
+
+def _tokens_of(constraint: Constraint | None) -> tuple[int, ...]:
+    if constraint is None:
+        return ()
+    single = (constraint.starts_after, constraint.reasoning_end)
+    return tuple(token for token in single if token is not None) + constraint.banned_before

@@ -1,0 +1,206 @@
+"""Turns a request of Anthropic's Messages API into the chat that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import orjson
+from pydantic import BaseModel
+
+from whalepod.server.gateway.anthropic_schema import (
+    BLOCK_SCHEMAS,
+    AnthropicMessage,
+    AnthropicTool,
+    AnthropicToolChoice,
+    CountTokensRequest,
+    MessagesRequest,
+    SystemBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from whalepod.server.gateway.api_errors import invalid
+from whalepod.server.gateway.body import validate
+from whalepod.server.gateway.limits import MAX_NUM_TOOLS
+from whalepod.server.gateway.renaming import Names, names
+from whalepod.server.gateway.schema import ChatRequest
+
+CHAT_NAMES: Final[Names] = names(
+    (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
+    (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    (r"response_format\.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+    ("max_completion_tokens", "max_tokens"),
+    ("reasoning_effort", "output_config.effort"),
+    ("stop", "stop_sequences"),
+)
+"""What the fields of the chat are called in the request."""
+
+_SAME: Final = (
+    *("max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("priority", "cache_salt", "chat_template_kwargs", "test_steps"),
+)
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_of(request: MessagesRequest) -> ChatRequest:
+    """Return the chat of a request; ApiError names the field that is wrong."""
+    thinking, choice, config = request.thinking, request.tool_choice, request.output_config
+    budget = thinking.budget_tokens if thinking else None
+    if budget is not None and budget >= request.max_tokens:
+        path = "thinking.budget_tokens"
+        limit = f"max_tokens ({request.max_tokens})"
+        raise invalid(path, f"{path} ({budget}) must be less than {limit}")
+    fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    if choice and choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    if config and config.format:
+        schema = {"name": "answer", "schema": config.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    fields["stop"] = request.stop_sequences
+    fields["thinking_token_budget"] = budget
+    return validate(ChatRequest, {**fields, **prompt_fields(request)})
+
+
+def prompt_fields(request: CountTokensRequest) -> dict[str, Any]:
+    """Return the fields of the chat that decide about its prompt."""
+    thinking = request.thinking
+    effort = request.output_config and request.output_config.effort
+    if thinking and thinking.type == "enabled" and thinking.budget_tokens is None:
+        path = "thinking.budget_tokens"
+        raise invalid(path, f"{path} is missing: thinking of type enabled needs it")
+    return {
+        "model": request.model,
+        "messages": _messages(request),
+        "tools": _tools(request.tools),
+        "tool_choice": _choice(request.tool_choice),
+        # an effort alone asks for no thinking, unlike in chats
+        "thinking": thinking.type != "disabled" if thinking else False if effort else None,
+        "reasoning_effort": effort,
+    }
+
+
+def _tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Return the tools that the client fulfils; those that Anthropic runs are ignored."""
+    if tools is None:
+        return None
+    if len(tools) > MAX_NUM_TOOLS:
+        raise invalid("tools", f"at most {MAX_NUM_TOOLS} tools are allowed, got {len(tools)}")
+    return [_tool(tool, i) for i, tool in enumerate(tools)]
+
+
+def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        return {"type": kind}  # not a string: the chat says so
+    checked = validate(AnthropicTool, tool, ("tools", i))
+    function = {"name": checked.name, "description": checked.description}
+    function = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": {**function, "parameters": checked.input_schema}}
+
+
+def _choice(choice: AnthropicToolChoice | None) -> str | dict[str, Any] | None:
+    if choice is None:
+        return None
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    if choice.name is None:
+        raise invalid("tool_choice.name", "tool_choice.name is missing")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    call_ids: set[str] = set()
+    if request.system:
+        messages.append({"role": "system", "content": request.system})
+    for i, message in enumerate(request.messages):
+        blocks = [
+            _read_block(block, message.role, ("messages", i, "content", k))
+            for k, block in enumerate(message.content)
+        ]
+        if message.role == "assistant":
+            call_ids.update(block.id for block in blocks if isinstance(block, ToolUseBlock))
+            messages.append(_assistant_message(blocks))
+        else:
+            _check_results(blocks, call_ids, f"messages[{i}].content")
+            messages += _other_messages(message, blocks)
+    if request.messages[-1].role == "assistant":
+        last = f"messages[{len(request.messages) - 1}]"
+        raise invalid(last, f"{last}: an assistant message cannot be the last one (no prefill)")
+    return messages
+
+
+def _read_block(block: dict[str, Any], role: str, path: tuple[str | int, ...]) -> BaseModel:
+    kind = block.get("type")
+    schemas = BLOCK_SCHEMAS[role]
+    if not isinstance(kind, str) or kind not in schemas:
+        where = f"{path[0]}[{path[1]}].{path[2]}[{path[3]}]"
+        known = ", ".join(schemas)
+        message = f"{str(kind)[:40]} blocks are not supported here, only {known}"
+        raise invalid(f"{where}.type", f"{where}.type: {message}")
+    return validate(schemas[kind], block, path)
+
+
+def _check_results(blocks: Sequence[BaseModel], call_ids: set[str], path: str) -> None:
+    for k, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock) and block.tool_use_id not in call_ids:
+            param = f"{path}[{k}].tool_use_id"
+            message = f"no earlier message has a tool_use with the id {block.tool_use_id[:80]!r}"
+            raise invalid(param, f"{param}: {message}")
+
+
+def _assistant_message(blocks: Sequence[BaseModel]) -> dict[str, Any]:
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": orjson.dumps(block.input).decode()},
+        }
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    return {
+        "role": "assistant",
+        "content": _joined(blocks) or None,
+        "reasoning_content": "\n".join(thoughts) if thoughts else None,
+        "tool_calls": calls or None,
+    }
+
+
+def _other_messages(message: AnthropicMessage, blocks: Sequence[BaseModel]) -> list[dict[str, Any]]:
+    """Return a user's or system's message: results of tools and instructions stand alone."""
+    messages: list[dict[str, Any]] = []
+    texts: list[BaseModel] = []
+
+    def flush() -> None:
+        if texts:
+            messages.append({"role": message.role, "content": _joined(texts)})
+            texts.clear()
+
+    for block in blocks:
+        match block:
+            case ToolResultBlock():
+                flush()
+                result = {"tool_call_id": block.tool_use_id, "content": block.content}
+                messages.append({"role": "tool", **result})
+            case SystemBlock():
+                flush()
+                messages.append({"role": "system", "content": block.content})
+            case _:
+                texts.append(block)
+    if not blocks:
+        messages.append({"role": message.role, "content": ""})
+    flush()
+    return messages
+
+
+def _joined(blocks: Sequence[BaseModel]) -> str:
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))

@@ -1,0 +1,143 @@
+"""The requests that are being answered: who may end them, until when, what a drain waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from whalepod.server.gateway.api_errors import ApiError
+from whalepod.server.gateway.events import Event, Failed
+
+GENERATING_FOLDER = "/v1/"
+"""POSTs below it are counted, and refused while the server drains."""
+
+
+class LiveRequest:
+    """One request on its way; its events end with an error when it is interrupted or too late."""
+
+    def __init__(self, request_id: str, owner: int | None, path: str, timeout_s: float) -> None:
+        """`owner` is the number of the key that it showed; `timeout_s` 0 lets it take for ever."""
+        self.request_id, self.owner, self.path = request_id, owner, path
+        self.arrived_s = time.monotonic()
+        self._timeout_s = timeout_s
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
+        self._error: ApiError | None = None
+        self._wait: asyncio.Timeout | None = None
+
+    def interrupt(self, error: ApiError) -> None:
+        """End the request with `error`: at once, or as soon as it waits for an event."""
+        if self._error is not None:
+            return
+        self._error = error
+        if self._wait is not None and not self._wait.expired():
+            self._wait.reschedule(asyncio.get_running_loop().time())
+
+    async def guard(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        """Yield `events`; when the request is interrupted close them and yield Failed instead."""
+        try:
+            while (event := await self._next(events)) is not None:
+                yield event
+        except ApiError as error:
+            yield Failed(error=error)
+        finally:
+            await events.aclose()
+
+    async def _next(self, events: AsyncGenerator[Event, None]) -> Event | None:
+        if self._error is not None:
+            raise self._error
+        try:
+            async with asyncio.timeout_at(self._deadline_s) as self._wait:
+                return await anext(events, None)
+        except TimeoutError:
+            raise self._error or self._too_late() from None
+        finally:
+            self._wait = None
+
+    def _too_late(self) -> ApiError:
+        message = f"the answer was not finished within {self._timeout_s:g} s (--request-timeout)"
+        return ApiError("deadline_exceeded", message)
+
+
+class LiveRequests:
+    """All requests that generate, and whether new ones are taken."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.is_draining = False
+        self._timeout_s = timeout_s
+        self._live: set[LiveRequest] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(sorted(self._live, key=lambda live: live.arrived_s))
+
+    @contextmanager
+    def track(self, request_id: str, owner: int | None, path: str) -> Iterator[LiveRequest]:
+        """Count a request for the time of a `with` block."""
+        live = LiveRequest(request_id, owner, path, self._timeout_s)
+        self._live.add(live)
+        self._idle.clear()
+        try:
+            yield live
+        finally:
+            self._live.discard(live)
+            if not self._live:
+                self._idle.set()
+
+    def abort(self, request_id: str, *, owner: int | None = None, any_owner: bool = False) -> int:
+        """End the requests of an id that `owner` sent, or anybody; return how many."""
+        found = [
+            live
+            for live in self._live
+            if live.request_id == request_id and (any_owner or live.owner == owner)
+        ]
+        for live in found:
+            live.interrupt(ApiError("aborted", f"the request {request_id} was aborted"))
+        return len(found)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests and wait for the others; return how many had to be interrupted."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass  # those that are left are told so
+        left = list(self._live)
+        for live in left:
+            live.interrupt(ApiError("draining", "the server stopped before the answer was whole"))
+        return len(left)
+
+
+class LiveRequestMiddleware:
+    """Keeps count of requests that generate, and refuses them while the server drains."""
+
+    def __init__(self, app: ASGIApp, requests: LiveRequests, count: Callable[[str], None]) -> None:
+        self._app, self._requests, self._count = app, requests, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_counted = (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and scope["path"].startswith(GENERATING_FOLDER)
+        )
+        if not is_counted:
+            await self._app(scope, receive, send)
+            return
+        if self._requests.is_draining:
+            self._count("draining")
+            error = ApiError("draining", "the server is stopping and takes no new requests")
+            await error.response(scope)(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        request_id, owner = state.get("request_id", ""), state.get("key_number")
+        with self._requests.track(request_id, owner, scope["path"]) as live:
+            state["live"] = live
+            await self._app(scope, receive, send)

@@ -1,0 +1,239 @@
+"""Turns a request of the Responses API into the chat that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from whalepod.server.gateway.api_errors import invalid
+from whalepod.server.gateway.body import format_path, validate
+from whalepod.server.gateway.limits import MAX_NUM_TOOLS
+from whalepod.server.gateway.renaming import Names, names
+from whalepod.server.gateway.response_store import Item
+from whalepod.server.gateway.responses_schema import (
+    ITEM_SCHEMAS,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    ItemReference,
+    MessageItem,
+    ReasoningItem,
+    ResponseFunction,
+    ResponsesRequest,
+)
+from whalepod.server.gateway.schema import ChatRequest
+
+CHAT_NAMES: Final[Names] = names(
+    (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    (r"response_format\.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_tokens|max_completion_tokens", "max_output_tokens"),
+    ("reasoning_effort|thinking", "reasoning.effort"),
+    (r"messages(?:\[\d+\][\w.\[\]]*)?", "input"),
+)
+"""What the fields of the chat are called in the request."""
+
+_SAME: Final = (
+    *("model", "parallel_tool_calls", "temperature", "top_p", "stream", "user"),
+    *("top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("priority", "cache_salt", "prompt_cache_key", "chat_template_kwargs", "test_steps"),
+)
+
+LOGPROBS: Final = "message.output_text.logprobs"
+"""The value of `include` that asks for log-probabilities."""
+
+
+def chat_of(
+    request: ResponsesRequest, items: Sequence[Item], earlier_items: Sequence[Item] = ()
+) -> ChatRequest:
+    """Return the chat of a request that goes on from `earlier_items`.
+
+    `items` are those of its input, `resolved`. ApiError names the field that is wrong.
+    """
+    _refuse_unsupported(request)
+    tools, choice = _chosen_tools(request)
+    fields = {name: getattr(request, name) for name in _SAME}
+    wants_logprobs = request.top_logprobs is not None or LOGPROBS in (request.include or ())
+    return validate(
+        ChatRequest,
+        {
+            **fields,
+            "messages": _messages(request, items, earlier_items),
+            "tools": tools,
+            "tool_choice": choice,
+            "max_tokens": request.max_output_tokens,
+            "reasoning_effort": request.reasoning and request.reasoning.effort,
+            "response_format": _response_format(request),
+            "logprobs": wants_logprobs,
+            "top_logprobs": request.top_logprobs,
+        },
+    )
+
+
+def _refuse_unsupported(request: ResponsesRequest) -> None:
+    for name in ("background", "conversation", "prompt"):
+        if getattr(request, name):
+            raise invalid(name, f"{name} is not supported")
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+class _Conversation:
+    """Collects messages: what an assistant reasoned, said and called in a row becomes one."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._call_ids: set[str] = set()
+
+    def add(self, item: object, path: tuple[str | int, ...]) -> None:
+        """Add an item; `path` is its place in the request."""
+        match read_item(item, path):
+            case MessageItem(role="assistant", content=content):
+                self._assistant("content", "tool_calls")["content"] = content
+            case MessageItem(role=role, content=content):
+                self.messages.append({"role": role, "content": content})
+            case ReasoningItem(text=text):
+                if text:
+                    turn = self._assistant("reasoning_content", "content", "tool_calls")
+                    turn["reasoning_content"] = text
+            case FunctionCallItem() as call:
+                self._call_ids.add(call.call_id)
+                function = {"name": call.name, "arguments": call.arguments}
+                entry = {"id": call.call_id, "type": "function", "function": function}
+                self._assistant().setdefault("tool_calls", []).append(entry)
+            case FunctionCallOutputItem(call_id=call_id, output=output):
+                self._check_call_id(call_id, path)
+                message = {"role": "tool", "tool_call_id": call_id, "content": output}
+                self.messages.append(message)
+
+    def _assistant(self, *taken: str) -> dict[str, Any]:
+        """Return the assistant's message to go on with: one that has none of `taken` yet."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant" or any(name in last for name in taken):
+            self.messages.append({"role": "assistant"})
+        return self.messages[-1]
+
+    def _check_call_id(self, call_id: str, path: tuple[str | int, ...]) -> None:
+        if call_id not in self._call_ids:
+            param = format_path((*path, "call_id"))
+            message = f"no earlier item is a function_call with the call_id {call_id[:80]!r}"
+            raise invalid(param, f"{param}: {message}")
+
+
+def read_item(item: object, path: tuple[str | int, ...]) -> object:
+    """Return a checked item; ApiError names what is wrong below `path`."""
+    kind = "message"
+    if isinstance(item, dict):
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+    schema = ITEM_SCHEMAS.get(kind) if isinstance(kind, str) else None
+    if schema is None:
+        param = format_path((*path, "type"))
+        known = ", ".join(ITEM_SCHEMAS)
+        raise invalid(param, f"{param}: items of type {str(kind)[:40]!r} are not among {known}")
+    return validate(schema, item, path)
+
+
+def _messages(
+    request: ResponsesRequest, items: Sequence[Item], earlier_items: Sequence[Item]
+) -> list[dict[str, Any]]:
+    conversation = _Conversation()
+    if request.instructions is not None:
+        conversation.messages.append({"role": "system", "content": request.instructions})
+    for item in earlier_items:
+        conversation.add(item, ("previous_response_id",))
+    for i, item in enumerate(items):
+        conversation.add(item, ("input", i))
+    if not conversation.messages:
+        raise invalid("input", "input has nothing to answer to")
+    return conversation.messages
+
+
+def resolved(items: Sequence[Item], find_item: Callable[[str], Item | None]) -> list[Item]:
+    """Return the items with what their references name; ApiError for one that names nothing."""
+    whole = []
+    for i, item in enumerate(items):
+        checked = read_item(item, ("input", i))
+        if isinstance(checked, ItemReference):
+            found = find_item(checked.id)
+            if found is None:
+                param = f"input[{i}].id"
+                raise invalid(param, f"{param}: no stored item has the id {checked.id[:80]!r}")
+            item = found
+        whole.append(item)
+    return whole
+
+
+# -- tools and formats ---------------------------------------------------------------------------
+
+
+def functions_of(request: ResponsesRequest) -> dict[int, ResponseFunction]:
+    """Return the functions among the tools by their place; other types are ignored."""
+    tools = request.tools or []
+    if len(tools) > MAX_NUM_TOOLS:
+        raise invalid("tools", f"at most {MAX_NUM_TOOLS} tools are allowed, got {len(tools)}")
+    return {
+        i: validate(ResponseFunction, tool, ("tools", i))
+        for i, tool in enumerate(tools)
+        if tool.get("type") == "function"
+    }
+
+
+def _chosen_tools(
+    request: ResponsesRequest,
+) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    """Return the tools and the choice in chat's form; `allowed_tools` leaves the others out."""
+    functions = functions_of(request)
+    choice = request.tool_choice
+    allowed: set[str] | None = None
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            choice = {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools"} if isinstance(choice, dict):
+            allowed = _allowed_names(choice, functions)
+            choice = choice.get("mode", "auto")
+            if choice not in ("auto", "required"):
+                raise invalid("tool_choice.mode", "tool_choice.mode must be auto or required")
+        case dict():
+            form = '{"type": "function", "name": ...} or {"type": "allowed_tools", ...}'
+            raise invalid("tool_choice", f"tool_choice must be auto, none, required, {form}")
+    if request.tools is None:
+        return None, choice
+    return [
+        {"type": "function", "function": functions[i].model_dump(exclude_none=True)}
+        if i in functions and (allowed is None or functions[i].name in allowed)
+        else {"type": _type_of(tool, i)}
+        for i, tool in enumerate(request.tools)
+    ], choice
+
+
+def _type_of(tool: Mapping[str, Any], i: int) -> str:
+    kind = tool.get("type")
+    if not isinstance(kind, str):
+        raise invalid(f"tools[{i}].type", f"tools[{i}].type must be a string")
+    return "not_allowed" if kind == "function" else kind
+
+
+def _allowed_names(
+    choice: Mapping[str, Any], functions: Mapping[int, ResponseFunction]
+) -> set[str]:
+    param = "tool_choice.tools"
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise invalid(param, f"{param} must be a list of tools")
+    wanted = [tool.get("name") for tool in tools if tool.get("type") == "function"]
+    known = {function.name for function in functions.values()}
+    for name in wanted:
+        if name not in known:
+            raise invalid(param, f"{param} names {str(name)[:80]!r}, which is none of the tools")
+    return known & {str(name) for name in wanted}
+
+
+def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+    asked = request.text and request.text.format
+    if not asked:
+        return None
+    if asked.type != "json_schema":
+        return {"type": asked.type}
+    if asked.schema_ is None:
+        raise invalid("text.format.schema", "text.format.schema is missing")
+    return {"type": "json_schema", "json_schema": {"name": asked.name, "schema": asked.schema_}}

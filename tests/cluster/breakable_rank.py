@@ -1,0 +1,48 @@
+"""A rank's process that breaks where a file in the group's folder tells it to.
+
+The file `mishap` holds "rank operation action"; whoever it names takes it away and acts, once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from whalepod.ep_comm.parallel import Note
+from whalepod.server.channel import EngineServer
+from whalepod.server.cluster.process import open_rank
+from whalepod.server.cluster.seat import RankConfig
+from whalepod.server.codec import decode_value
+from whalepod.server.engine.process import ServedEngine, main_of
+
+
+def breakable(note: Note, rank: int, folder: Path) -> Note:
+    def act(layer: str, operation: str) -> None:
+        note(layer, operation)
+        if operation and (folder / "mishap").exists():
+            wanted, place, action = (folder / "mishap").read_text().split("|")
+            if int(wanted) == rank and place == operation:
+                with suppress(FileNotFoundError):
+                    (folder / "mishap").unlink()
+                if action == "raise":
+                    raise RuntimeError("a bug")
+                os.kill(os.getpid(), getattr(signal, action))
+
+    return act
+
+
+def open_breakable(
+    data: bytes, server: EngineServer, should_stop: Callable[[], bool]
+) -> ServedEngine:
+    seat = decode_value(RankConfig, data).seat
+    return open_rank(
+        data, server, should_stop, lambda note: breakable(note, seat.rank, Path(seat.folder))
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(sys.argv[1:], open_breakable, "rank"))

@@ -1,0 +1,118 @@
+"""The files of deploy/: generated where they can be, and in step with the code they start."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import whalepod
+from whalepod.server.config import EngineConfig, GatewayConfig
+from whalepod.server.gateway.metrics import Metrics
+from whalepod.server.messages import Stats
+from whalepod.tools.flags import ENV_PREFIX, flags_of
+from whalepod.tools.grafana import dashboard, text
+
+DEPLOY = Path(whalepod.__file__).resolve().parent / "deploy"
+
+
+def load(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def test_the_committed_dashboard_is_the_generated_one() -> None:
+    committed = (DEPLOY / "grafana.json").read_text(encoding="utf-8")
+
+    assert committed == text(), "run: python -m whalepod.tools.grafana"
+
+
+def test_every_expression_names_series_that_are_exported_and_none_is_left_out() -> None:
+    metrics = Metrics(lambda: Stats(num_accepted_by_position=(1,)))
+    metrics.count_error("x")
+    metrics.success.labels("stop").inc()
+    exported = set(re.findall(r"^(whalepod_\w+)", metrics.render().decode(), re.MULTILINE))
+    expressions = [target["expr"] for panel in panels() for target in panel["targets"]]
+    named = set(re.findall(r"whalepod_\w+", " ".join(expressions)))
+
+    assert named <= exported
+    ends = r"_(bucket|sum|count|created|total)$"
+    assert {re.sub(ends, "", n) for n in exported} == {re.sub(ends, "", n) for n in named}
+
+
+def test_labels_in_expressions_are_labels_of_their_series() -> None:
+    labels = {
+        sample.name: set(sample.labels)
+        for family in Metrics(lambda: Stats(num_accepted_by_position=(1,))).registry.collect()
+        for sample in family.samples
+    }
+    labels |= {
+        "whalepod_request_success_total": {"finished_reason"},
+        "whalepod_request_errors_total": {"code"},
+    }
+    checked = 0
+    for panel in panels():
+        for target in panel["targets"]:
+            for label, series in re.findall(r"by \((\w+)\) \(rate\((\w+)", target["expr"]):
+                assert label in labels[series], target["expr"]
+                checked += 1
+    assert checked >= 10
+
+
+def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+    all_panels = dashboard()["panels"]
+    cells: set[tuple[int, int]] = set()
+    for panel in all_panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        own = {
+            (place["x"] + i, place["y"] + k) for i in range(place["w"]) for k in range(place["h"])
+        }
+        assert not own & cells
+        cells |= own
+    assert len({panel["id"] for panel in all_panels}) == len(all_panels)
+
+
+def test_compose_starts_what_exists_and_opens_loopback_ports_only() -> None:
+    services = load("compose.yaml")["services"]
+
+    assert set(services) == {"whalepod", "prometheus", "grafana"}
+    flags = flags_of(EngineConfig, {}) | flags_of(GatewayConfig, {})
+    known = {flag.env for flag in flags.values()}
+    ours = services["whalepod"]["environment"]
+    assert {name for name in ours if name.startswith(ENV_PREFIX)} <= known
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert not source.startswith(".") or (DEPLOY / source).exists(), volume
+    assert (DEPLOY.parent / services["whalepod"]["build"]["dockerfile"]).exists()
+    grace_s = float(services["whalepod"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > GatewayConfig().drain_timeout_s
+
+
+def test_prometheus_scrapes_the_service_and_grafana_reads_prometheus() -> None:
+    (job,) = load("prometheus.yml")["scrape_configs"]
+    (source,) = load("grafana-datasource.yaml")["datasources"]
+    services = load("compose.yaml")["services"]
+
+    target = job["static_configs"][0]["targets"][0]
+    assert target.split(":")[0] in services
+    assert int(target.split(":")[1]) == GatewayConfig().port
+    assert source["url"].split("//")[1].split(":")[0] in services
+    (provider,) = load("grafana-dashboards.yaml")["providers"]
+    mounted = [volume.split(":")[1] for volume in services["grafana"]["volumes"]]
+    assert f"{provider['options']['path']}/whalepod.json" in mounted
+
+
+def test_the_dashboard_has_json_that_grafana_imports() -> None:
+    board = json.loads(text())
+
+    assert board["uid"] == "whalepod"
+    assert all(panel["datasource"]["uid"] == "${datasource}" for panel in panels())

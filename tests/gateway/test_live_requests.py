@@ -1,0 +1,279 @@
+"""Requests that are ended: by their owner, by whoever runs the server, by a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.serving import DEADLINE_S, serving, wait_until
+from tests.gateway.test_real_server import connect, free_port, request_bytes
+from tests.gateway.wire import chat, error_of, user
+from whalepod.server.config import GatewayConfig
+from whalepod.server.gateway.admin import create_admin_app
+from whalepod.server.gateway.app import create_app
+from whalepod.server.gateway.connection import TimedHttpProtocol
+from whalepod.server.gateway.run import serve
+from whalepod.server.gateway.tokenizer import TextTokenizer
+
+Ask = Callable[..., httpx2.Response]
+
+
+@pytest.fixture
+def app(engine: FakeEngine, tokenizer: TextTokenizer) -> Any:
+    engine.gate = asyncio.Event()  # nothing is answered before it is set
+    config = GatewayConfig(served_model_name=("tiny",), api_key=("one", "two"))
+    return create_app(config, engine, tokenizer)
+
+
+@pytest.fixture
+def port(app: Any) -> Iterator[int]:
+    with serving(app) as port:
+        yield port
+
+
+def post(port: int, path: str, key: str = "one", **fields: Any) -> httpx2.Response:
+    headers = {"authorization": f"Bearer {key}", "x-request-id": fields.pop("id", "x")}
+    return httpx2.post(
+        f"http://127.0.0.1:{port}{path}", json=fields, headers=headers, timeout=DEADLINE_S
+    )
+
+
+@contextmanager
+def asking(port: int, engine: FakeEngine, **fields: Any) -> Iterator[list[httpx2.Response]]:
+    """Ask in a thread and yield once the engine has the request; the answer is there at the end."""
+    answers: list[httpx2.Response] = []
+    body = {"model": "tiny", "messages": [user("hi")], **fields}
+
+    def ask() -> None:
+        answers.append(post(port, "/v1/chat/completions", **body))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: engine.running)
+    yield answers
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def test_abort_ends_a_request_by_its_id(port: int, engine: FakeEngine) -> None:
+    with asking(port, engine, id="mine") as answers:
+        done = post(port, "/abort", request_id="mine").json()
+
+    assert done == {"request_id": "mine", "num_aborted": 1}
+    assert error_of(answers[0], 499)["code"] == "aborted"
+    assert not engine.running
+    assert len(engine.aborted) == 1
+
+
+def test_abort_ends_a_stream_with_an_error_event(port: int, engine: FakeEngine) -> None:
+    engine.gate, engine.step_delay_s = None, 0.01
+    url = f"http://127.0.0.1:{port}"
+    headers = {"authorization": "Bearer one", "x-request-id": "mine"}
+    body = {"model": "tiny", "messages": [user("hi")], "stream": True, "ignore_eos": True}
+    with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        post(port, "/abort", request_id="mine")
+        last = [line for line in lines if line][-1]
+
+    assert '"code":"aborted"' in last
+    text = httpx2.get(f"{url}/metrics", headers=headers).text
+    assert 'whalepod_request_errors_total{code="aborted"} 1.0' in text
+    assert 'whalepod_request_success_total{finished_reason="abort"} 1.0' in text
+
+
+def test_abort_leaves_the_requests_of_other_keys_alone(port: int, engine: FakeEngine) -> None:
+    with asking(port, engine, id="mine"):
+        refused = post(port, "/abort", key="two", request_id="mine")
+        assert engine.running
+        post(port, "/abort", request_id="mine")
+
+    assert error_of(refused, 404)["param"] == "request_id"
+
+
+def test_a_request_that_takes_too_long_ends(engine: FakeEngine, tokenizer: TextTokenizer) -> None:
+    engine.gate = asyncio.Event()
+    config = GatewayConfig(served_model_name=("tiny",), request_timeout_s=0.05)
+    with TestClient(create_app(config, engine, tokenizer)) as client:
+        response = client.post("/v1/completions", json={"model": "tiny", "prompt": ["a", "b"]})
+
+        assert "0.05 s" in error_of(response, 504)["message"]
+        assert response.headers["x-should-retry"] == "false"
+        assert len(engine.aborted) == 2
+        engine.gate = None
+        assert chat(client)["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.fixture
+def admin(app: Any) -> Iterator[TestClient]:
+    with TestClient(create_admin_app(app.state.gateway, ["root"])) as client:
+        client.headers["authorization"] = "Bearer root"
+        yield client
+
+
+def test_admin_routes_want_their_own_key_and_are_not_on_the_public_port(
+    admin: TestClient, port: int
+) -> None:
+    for key in ("one", ""):
+        headers = {"authorization": f"Bearer {key}"}
+        assert admin.get("/requests", headers=headers).status_code == 401
+    assert admin.get("/health", headers={"authorization": ""}).status_code == 200
+    assert admin.get("/openapi.json").status_code == 404
+    for path in ("/drain", "/resume", "/reset_prefix_cache", "/log_level"):
+        assert post(port, path).status_code == 404
+
+
+def test_admin_lists_and_ends_anybodys_requests(
+    admin: TestClient, port: int, engine: FakeEngine
+) -> None:
+    with asking(port, engine, id="theirs") as answers:
+        (row,) = admin.get("/requests").json()["requests"]
+        wrong = admin.post("/abort", json={"request_id": "other"})
+        admin.post("/abort", json={"request_id": "theirs"})
+
+    assert (row["request_id"], row["path"]) == ("theirs", "/v1/chat/completions")
+    assert wrong.status_code == 404
+    assert error_of(answers[0], 499)["code"] == "aborted"
+
+
+def test_admin_drains_and_resumes(admin: TestClient, port: int, engine: FakeEngine) -> None:
+    ready = f"http://127.0.0.1:{port}/ready"
+    assert admin.post("/drain").json() == {"is_draining": True, "num_live": 0}
+
+    refused = post(port, "/v1/completions", model="tiny", prompt="a")
+    assert error_of(refused, 503)["code"] == "draining"
+    assert refused.headers["retry-after"]
+    assert httpx2.get(ready).status_code == 503
+    assert httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    admin.post("/resume")
+    assert httpx2.get(ready).status_code == 200
+
+
+def test_admin_resets_the_prefix_cache_and_sets_the_log_level(
+    admin: TestClient, engine: FakeEngine
+) -> None:
+    level = logging.getLogger("whalepod").level
+    engine.stats = engine.stats.__class__(num_blocks=9, num_cached_blocks=4)
+
+    assert admin.post("/reset_prefix_cache").json() == {"num_cached_blocks": 0}
+    assert admin.post("/log_level", json={"level": "debug"}).json() == {"level": "debug"}
+    assert logging.getLogger("whalepod").level == logging.DEBUG
+    error_of(admin.post("/log_level", json={"level": "loud"}), 400)
+    logging.getLogger("whalepod").setLevel(level)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 20])
+def test_a_client_that_never_finishes_its_headers_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr(TimedHttpProtocol, "head_timeout_s", 0.05)
+    ended_after_s: list[float] = []
+
+    async def run() -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            raise AssertionError("no request ever came")
+
+        config = uvicorn.Config(app, http=TimedHttpProtocol, ws="none", lifespan="off")
+        server = uvicorn.Server(config)
+        config.load()
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> Any:
+            return TimedHttpProtocol(config, server.server_state, {})
+
+        listening = await loop.create_server(protocol, "127.0.0.1", 0)
+        started_s = loop.time()
+        reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname()[:2])
+        writer.write(b"GET / HTTP/1.1\r\nHost: x"[:num_bytes])
+        async with asyncio.timeout(DEADLINE_S):
+            assert await reader.read() == b""
+        ended_after_s.append(loop.time() - started_s)
+        writer.close()
+        listening.close()
+
+    asyncio.run(run())
+    assert ended_after_s[0] >= 0.05
+
+
+def test_a_drain_that_takes_too_long_tells_the_clients(
+    engine: FakeEngine, tokenizer: TextTokenizer
+) -> None:
+    """New requests are refused while the old one may end, and then it is cut off with an error."""
+    port, admin_port = free_port(), free_port()
+    config = GatewayConfig(
+        port=port,
+        admin_port=admin_port,
+        admin_key=("root",),
+        served_model_name=("tiny",),
+        drain_timeout_s=0.5,
+    )
+
+    async def run() -> tuple[bytes, bytes]:
+        engine.gate = asyncio.Event()
+        server = asyncio.create_task(serve(config, engine, tokenizer))
+        async with asyncio.timeout(DEADLINE_S):
+            reader, writer = await connect(port)
+            late_reader, late_writer = await connect(port)
+            admin_reader, admin_writer = await connect(admin_port)
+            writer.write(request_bytes())
+            while not engine.running:
+                await asyncio.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGTERM)
+            admin_writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await admin_reader.readline()
+            late_writer.write(request_bytes())
+            late, answer = await late_reader.read(), await reader.read()
+            for each in (writer, late_writer, admin_writer):
+                each.close()
+            await server
+        return late, answer
+
+    late, answer = asyncio.run(run())
+
+    assert b" 503 " in late.split(b"\r\n")[0]
+    assert b"takes no new requests" in late
+    assert b" 503 " in answer.split(b"\r\n")[0]
+    assert b"before the answer was whole" in answer
+    assert len(engine.aborted) == 1
+
+
+def test_a_second_signal_does_not_wait(engine: FakeEngine, tokenizer: TextTokenizer) -> None:
+    port = free_port()
+    config = GatewayConfig(port=port, served_model_name=("tiny",), drain_timeout_s=10_000)
+
+    async def run() -> None:
+        engine.gate = asyncio.Event()
+        server = asyncio.create_task(serve(config, engine, tokenizer))
+        async with asyncio.timeout(DEADLINE_S):
+            _, writer = await connect(port)
+            writer.write(request_bytes())
+            while not engine.running:
+                await asyncio.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0)
+            os.kill(os.getpid(), signal.SIGINT)
+            await server
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_an_admin_port_in_use_stops_the_start(engine: FakeEngine, tokenizer: TextTokenizer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = GatewayConfig(port=free_port(), admin_port=port, admin_key=("k",))
+        with pytest.raises(Exception, match=f"port {port} of 127.0.0.1 is in use"):
+            asyncio.run(serve(config, engine, tokenizer))

@@ -1,0 +1,46 @@
+"""`whalepod bench prefill`: how fast prompts are computed, and what the machine would allow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+from whalepod.server.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """What is measured."""
+
+    lengths: Annotated[tuple[int, ...], "tokens of a prompt, one run for each"] = (256, 2048)
+    context: Annotated[int, "tokens of each prompt that the cache already holds"] = 0
+    rounds: Annotated[int, "runs of each length; the rate is their median"] = 5
+    json: Annotated[bool, "print one JSON object instead of tables"] = False
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"lengths must be at least 1, got {self.lengths}")
+        if self.context < 0 or self.rounds < 1:
+            raise ValueError(
+                f"context must be at least 0 and rounds at least 1, got {self.context} and "
+                f"{self.rounds}"
+            )
+
+
+def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:
+    """Measure, print, and return the exit code."""
+    from whalepod.server.build import load_model_for_bench
+    from whalepod.tools.bench.roof import format_roofs, measure_roof
+
+    loaded = load_model_for_bench(engine, config.context + max(config.lengths))
+    roofs = [measure_roof(loaded, 1, n, config.context, config.rounds) for n in config.lengths]
+    if config.json:
+        print(json.dumps({
+            "model": engine.source.model, "kernels": loaded.kernels.name,
+            "results": [roof.as_json() for roof in roofs],
+        }))  # fmt: skip
+    else:
+        print(f"{engine.source.model}: {loaded.model.dtype}, {loaded.kernels.name} kernels\n")
+        print(format_roofs(roofs))
+    return 0
