@@ -27,7 +27,7 @@ from whalepod.ep_comm.transport.gloo import GlooTransport
 
 NUM_RANKS = 3
 VICTIM = 1
-TIMEOUT_MS = 1_500.0
+TIMEOUT_MS = 1_000.0
 GATHER_MS = 4 * TIMEOUT_MS
 """Longer than a rank can be behind another one: it may have waited for the victim's combine."""
 NUM_STEPS = 4

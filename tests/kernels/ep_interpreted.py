@@ -151,13 +151,14 @@ def main(kinds: Sequence[str]) -> int:
     ranks = [context.Process(target=body, args=pair) for pair in enumerate(kinds)]
     for process in ranks:
         process.start()
-    found = [errors.get(timeout=TIMEOUT_S) for _ in ranks]
+    found = ""
+    for _ in ranks:
+        found = found or errors.get(timeout=TIMEOUT_S)
     for process in ranks:
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
-    print("\n".join(filter(None, found)))
-    return 1 if any(found) else 0
+        process.join(timeout=0 if found else 10)
+        process.kill()
+    print(found)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -30,7 +30,12 @@ def run(module: str, *arguments: str, interpret: bool) -> subprocess.CompletedPr
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kinds", [["triton", "python"], ["triton", "triton", "python", "triton"]], ids="-".join
+    "kinds",
+    [
+        ["triton", "python"],
+        pytest.param(["triton", "triton", "python", "triton"], marks=pytest.mark.long),
+    ],
+    ids="-".join,
 )
 def test_kernels_and_python_ranks_speak_one_protocol(kinds: Sequence[str]) -> None:
     done = run("tests.kernels.ep_interpreted", *kinds, interpret=True)
