@@ -24,8 +24,20 @@ test: install .venv/.cuda
 test-long: install .venv/.cuda
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(ARGS)
 
-test-clients: install
-	$(BIN)/python -m pytest tests/end_to_end/clients $(ARGS)
+# two environments, because Instructor needs an older openai package; npm holds the coding agents
+CLIENTS := .venv-clients
+CLIENT_LISTS := clients clients-instructor
+test-clients: install $(CLIENTS)/.installed
+	$(BIN)/python -m pytest tests/end_to_end/clients tests/end_to_end/test_openapi_fuzzed.py $(ARGS)
+
+$(CLIENTS)/.installed: $(CLIENT_LISTS:%=constraints/%.txt) constraints/clients-npm.txt
+	@command -v npm > /dev/null || { echo 'npm and Node.js 20 are missing (Debian: apt-get install nodejs npm)'; exit 1; }
+	@for list in $(CLIENT_LISTS); do \
+		$(PYTHON) -m venv $(CLIENTS)/$$list && \
+		$(CLIENTS)/$$list/bin/python -m pip install --quiet --requirement constraints/$$list.txt || exit 1; \
+	done
+	npm install --silent --no-audit --no-fund --prefix $(CLIENTS) $$(cat constraints/clients-npm.txt)
+	@touch $@
 
 bench: install
 	$(BIN)/whalepod bench serve --help

@@ -62,6 +62,32 @@ def is_right(sample: Sample, answer: Answer) -> bool:
     )
 
 
+def calls_right_tool(sample: Sample, answer: Answer) -> bool:
+    """Judge whether the wanted tools are called with arguments that fit their schemas.
+
+    The values may be wrong; `is_right` wants these, too.
+    """
+    try:
+        calls = markup.read_calls(answer.text)
+    except ValueError:
+        return False
+    wanted = Counter(name for name, _ in sample.expected.calls)
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in sample.tools}
+    return Counter(name for name, _ in calls) == wanted and all(
+        _fits(arguments, schemas[name]) for name, arguments in calls
+    )
+
+
+def _fits(arguments: dict[str, Any], schema: dict[str, Any]) -> bool:
+    """Check arguments against the flat schemas of the generator's tools."""
+    properties = schema["properties"]
+    types = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
+    return sorted(arguments) == sorted(schema["required"]) and all(
+        isinstance(value, types[properties[key]["type"]])  # type: ignore[arg-type]
+        for key, value in arguments.items()
+    )
+
+
 def _canonical(calls: Sequence[Call]) -> Counter[str]:
     return Counter(f"{name} {json.dumps(arguments, sort_keys=True)}" for name, arguments in calls)
 
@@ -74,13 +100,24 @@ def _same_json(text: str, wanted: Any) -> bool:
 
 
 def summary(samples: Sequence[Sample], answers: Sequence[Answer]) -> dict[str, float]:
-    """Return the share of right answers by category, and of answers that ended by themselves."""
+    """Return the share of right answers by category, and three more shares.
+
+    valid_calls  where a call is wanted: the right tool, with arguments that fit its schema
+    no_call      where none is wanted, though tools are listed: none is made
+    ends         all answers: ended by themselves
+    """
     right: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for sample, answer in zip(samples, answers, strict=True):
         category = CATEGORIES.get(sample.kind, sample.kind)
         total[category] += 1
         right[category] += is_right(sample, answer)
+        if category == "tool_calls":
+            total["valid_calls"] += 1
+            right["valid_calls"] += calls_right_tool(sample, answer)
+        elif category == "no_tool":
+            total["no_call"] += 1
+            right["no_call"] += markup.CALLS_BEGIN not in answer.text
     shares = {category: right[category] / total[category] for category in sorted(total)}
     ended = sum(answer.ended for answer in answers) / len(answers)
     return {name: round(share, 4) for name, share in (shares | {"ends": ended}).items()}

@@ -63,7 +63,7 @@ def create_app(
     app.state.gateway = gateway
     for routes in _ROUTES:
         app.include_router(routes.router)
-    install_docs(app)
+    install_docs(app, gateway.model_names)
     install_error_handlers(app, gateway.metrics.count_error)
     # the last one added is the outermost
     count = gateway.metrics.count_error

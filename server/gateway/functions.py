@@ -114,9 +114,11 @@ def check_history(messages: Sequence[Message]) -> None:
     """Raise ApiError for a malformed call, and for a tool's result that no call asked for."""
     known_ids: set[str] = set()
     for i, message in enumerate(messages):
-        calls = message.tool_calls if message.role == "assistant" else None
-        for k, call in enumerate(calls or ()):
-            known_ids.add(_check_call(call, f"messages[{i}].tool_calls[{k}]"))
+        path = f"messages[{i}].tool_calls"
+        if message.tool_calls and message.role != "assistant":
+            raise invalid(path, f"{path}: only assistant messages call, not {message.role} ones")
+        for k, call in enumerate(message.tool_calls or ()):
+            known_ids.add(_check_call(call, f"{path}[{k}]"))
         if message.role == "tool":
             path = f"messages[{i}].tool_call_id"
             if message.tool_call_id is None:

@@ -217,6 +217,32 @@ def test_openapi_describes_every_body(client: TestClient) -> None:
     assert "messages" in document["components"]["schemas"][name]["properties"]
 
 
+def test_openapi_describes_every_answer(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    answers = {
+        (method, path): operation["responses"]
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    }
+
+    assert all({"200", "500"} <= set(statuses) for statuses in answers.values())
+    assert not any("422" in statuses for statuses in answers.values())
+    chat = answers["post", "/v1/chat/completions"]
+    assert set(chat["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert {"400", "401", "404", "408", "413", "429", "499", "503", "504"} <= set(chat)
+    assert "401" not in answers["get", "/health"]
+    assert set(answers["get", "/metrics"]["200"]["content"]) == {"text/plain"}
+    shapes = {
+        path: statuses["500"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+        for (_, path), statuses in answers.items()
+    }
+    assert {path for path, shape in shapes.items() if shape == "AnthropicError"} == {
+        *("/v1/messages", "/v1/messages/count_tokens")
+    }
+    models = document["components"]["schemas"]["ChatRequest"]["properties"]["model"]
+    assert models["enum"] == [model["id"] for model in client.get("/v1/models").json()["data"]]
+
+
 def metric(client: TestClient, name: str) -> float:
     (line,) = [x for x in client.get("/metrics").text.splitlines() if x.startswith(f"{name} ")]
     return float(line.split()[1])

@@ -292,6 +292,7 @@ def turns(*calls: dict[str, Any], **result: Any) -> list[dict[str, Any]]:
             "messages[1].tool_calls[0].function.name",
         ),
         ({"messages": turns({"function": {"name": "w"}})}, "messages[1].tool_calls[0].id"),
+        ({"messages": [user("hi") | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ],
 )
 def test_a_bad_field_is_named(

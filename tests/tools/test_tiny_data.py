@@ -13,7 +13,7 @@ from whalepod.tools.tiny_data import markup, mixture, words
 from whalepod.tools.tiny_data.relations import RELATIONS
 from whalepod.tools.tiny_data.sample import Patterns, Sample
 from whalepod.tools.tiny_data.tool_tasks import FAMILIES
-from whalepod.tools.tiny_eval import Answer, is_right
+from whalepod.tools.tiny_eval import Answer, calls_right_tool, is_right
 
 
 def training_samples(count: int, seed: int = 0) -> list[Sample]:
@@ -107,6 +107,27 @@ def test_wrong_answers_are_scored_as_wrong() -> None:
     assert not is_right(total, Answer(call.answer, ended=True))
     assert not is_right(call, Answer("I have no tool for that.", ended=True))
     assert not is_right(call, Answer(call.answer.replace("{", "["), ended=True))
+
+
+def test_a_call_with_other_values_is_valid_and_not_right() -> None:
+    rng = random.Random(3)
+    sample = next(
+        sample
+        for sample in iter(lambda: mixture.MAKERS["call"](rng, "test"), None)
+        if any(isinstance(value, str) for value in sample.expected.calls[0][1].values())
+    )
+    name, arguments = sample.expected.calls[0]
+    other = {key: "x" if isinstance(value, str) else value for key, value in arguments.items()}
+
+    def answer(*calls: tuple[str, dict[str, object]]) -> Answer:
+        return Answer(markup.write_calls(calls), ended=True)
+
+    assert calls_right_tool(sample, answer((name, other)))
+    assert not is_right(sample, answer((name, other)))
+    assert not calls_right_tool(sample, answer((name, other | {"extra": 1})))
+    assert not calls_right_tool(sample, answer((name, dict.fromkeys(arguments))))
+    assert not calls_right_tool(sample, answer(("unknown", arguments)))
+    assert not calls_right_tool(sample, Answer("I have no tool for that.", ended=True))
 
 
 def test_calls_are_read_back_as_written() -> None:

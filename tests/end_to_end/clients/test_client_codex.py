@@ -1,0 +1,13 @@
+"""docs/codex.md: a coding agent over Responses that reads a file with its shell."""
+
+from __future__ import annotations
+
+from tests.end_to_end.clients.pages import Reader
+from tests.end_to_end.clients.turns import NOTED, NOTES
+
+
+def test_the_codex_page_runs(reader: Reader) -> None:
+    (reader.home / "notes.txt").write_text(f"{NOTES}\n", encoding="utf-8")
+
+    # the answer is scripted for a tool's result with the text of the file: codex has read it
+    assert reader.run_shell("codex") == [NOTED]

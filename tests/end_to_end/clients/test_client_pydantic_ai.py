@@ -1,0 +1,30 @@
+"""docs/pydantic-ai.md, and an agent whose model is `tiny` itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.end_to_end.clients.pages import Reader
+from tests.end_to_end.clients.turns import HELLO, SUNNY
+
+PROGRAM = Path(__file__).parent / "programs" / "pydantic_ai_on_tiny.py"
+
+
+def test_the_pydantic_ai_page_runs(reader: Reader) -> None:
+    assert reader.run_python("pydantic-ai") == [
+        HELLO,
+        "Person(name='Anna', age=31)",
+        *["get_weather Paris", SUNNY],  # over chat completions
+        *["get_weather Paris", SUNNY],  # over Responses
+    ]
+
+
+def test_a_pydantic_ai_agent_ends_a_loop_that_tiny_leads(reader: Reader) -> None:
+    (line,) = reader.run_program(PROGRAM.read_text(encoding="utf-8"))
+    run = json.loads(line)
+
+    assert run["answer"]
+    assert run["called"]
+    assert run["asked"] == run["called"]
+    assert run["retries"] == 0  # no call was unknown or had arguments that its schema forbids

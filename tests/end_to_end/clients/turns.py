@@ -1,0 +1,40 @@
+"""What the server answers to the questions of the pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.gateway.families.transcripts import block, v31_call
+
+HELLO = "Hello, I am scripted."
+SUNNY = "It is sunny in Paris."
+NOTES = "The harbour opens at nine."
+NOTED = "The file says when the harbour opens."
+ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
+def _call(tool: str, /, **arguments: Any) -> list[str]:
+    """Write a call of a tool, cut inside its markup and inside its arguments."""
+    text = "".join(block(v31_call(tool, json.dumps(arguments))))
+    return [text[start : start + 40] for start in range(0, len(text), 40)]
+
+
+TURNS: list[dict[str, Any]] = [
+    {"last_role": "tool", "contains": "sunny", "steps": ["It is ", "sunny in", " Paris."]},
+    {"last_role": "tool", "contains": NOTES, "steps": [NOTED]},
+    {"contains": "weather in Paris", "steps": _call("get_weather", city="Paris")},
+    {"contains": "Anna is 31", "steps": ['{"name":"An', 'na","age":31}']},
+    {"contains": "Bob is 27", "steps": _call("Person", name="Bob", age=27)},
+    {"contains": "Read notes.txt", "steps": _call("read", path="notes.txt")},
+    {"contains": "What is in notes.txt", "steps": _call("exec_command", cmd="cat notes.txt")},
+    {"contains": "who are you?", "steps": ["Hello, ", "I am ", "scripted."]},
+]
+
+
+def write_script(path: Path) -> Path:
+    """Write the turns for all routes. A question without a turn is the model's own to answer."""
+    lines = [json.dumps({"route": route, **turn}) for route in ROUTES for turn in TURNS]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
