@@ -13,10 +13,15 @@ install: .venv/.installed
 serve: install
 	@exec $(BIN)/whalepod serve $(ARGS)
 
-test: install
+# the wheels of NVSHMEM and CuPy import without a GPU: tests compare what we call, and link the bitcode
+.venv/.cuda: .venv/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev,cuda]'
+	@touch $@
+
+test: install .venv/.cuda
 	$(BIN)/python -m pytest -m 'not long' $(ARGS)
 
-test-long: install
+test-long: install .venv/.cuda
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(ARGS)
 
 # two environments, because Instructor needs an older openai package; npm holds the coding agents

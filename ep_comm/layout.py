@@ -32,10 +32,7 @@ class DispatchLayout:
 
 def check_choices(ids_TK: Tensor, num_experts: int, num_choices: int) -> None:
     """Raise ValueError unless `ids_TK` is `[T, K]` int64 of distinct ids in -1 .. E - 1."""
-    if ids_TK.dtype != torch.int64 or ids_TK.ndim != 2 or ids_TK.shape[1] != num_choices:
-        raise ValueError(
-            f"expert ids must be int64 [T, {num_choices}], got {ids_TK.dtype} {list(ids_TK.shape)}"
-        )
+    check_choice_shape(ids_TK, num_choices)
     if not ids_TK.numel():
         return
     lowest, highest = int(ids_TK.min()), int(ids_TK.max())
@@ -46,6 +43,14 @@ def check_choices(ids_TK: Tensor, num_experts: int, num_choices: int) -> None:
     if bool(twice_TK.any()):
         token = int(twice_TK.any(dim=1).nonzero()[0])
         raise ValueError(f"token {token} selects an expert twice: {ids_TK[token].tolist()}")
+
+
+def check_choice_shape(ids_TK: Tensor, num_choices: int) -> None:
+    """Raise ValueError unless `ids_TK` is int64 `[T, num_choices]`."""
+    if ids_TK.dtype != torch.int64 or ids_TK.ndim != 2 or ids_TK.shape[1] != num_choices:
+        raise ValueError(
+            f"expert ids must be int64 [T, {num_choices}], got {ids_TK.dtype} {list(ids_TK.shape)}"
+        )
 
 
 def owner_of(ids_TK: Tensor, num_experts: int, num_ranks: int) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,37 +84,46 @@ class RowFormat:
     @property
     def num_bytes(self) -> int:
         """Return the size of a record on the wire."""
-        return self._offsets()[-1]
+        return self.offsets.end
 
     def views(self, records: Tensor) -> RowViews:
         """Return typed views of records, uint8 `[..., num_bytes]`."""
-        ids, weights, values, scales, _ = self._offsets()
+        at = self.offsets
 
         def part(offset: int, count: int, dtype: torch.dtype) -> Tensor:
             return records[..., offset : offset + count * dtype.itemsize].view(dtype)
 
         return RowViews(
             token=part(0, 1, torch.int32)[..., 0],
-            ids_K=part(ids, self.num_ids, torch.int32),
-            weights_K=part(weights, self.num_weights, torch.float32),
-            values_H=part(values, self.hidden, self.torch_dtype),
-            scales_G=part(scales, self.num_scales, self.scale_dtype),
+            ids_K=part(at.ids, self.num_ids, torch.int32),
+            weights_K=part(at.weights, self.num_weights, torch.float32),
+            values_H=part(at.values, self.hidden, self.torch_dtype),
+            scales_G=part(at.scales, self.num_scales, self.scale_dtype),
         )
 
-    def _offsets(self) -> tuple[int, ...]:
-        """Return where ids, weights, values and scales begin, and the record's end."""
-        sizes = (
-            4 * self.num_ids,
-            4 * self.num_weights,
-            self.hidden * self.torch_dtype.itemsize,
-            self.num_scales * self.scale_dtype.itemsize,
-        )
-        offsets = [4 if self.num_ids or self.num_weights else 0]
-        for index, size in enumerate(sizes):
-            if index >= 2:
-                offsets[-1] = _round_up(offsets[-1], _PART_BYTES)
-            offsets.append(offsets[-1] + size)
-        return *offsets[:-1], _round_up(offsets[-1], _PART_BYTES)
+    @property
+    def offsets(self) -> Offsets:
+        return _offsets(self)
+
+
+class Offsets(NamedTuple):
+    """Where the parts of a record begin, and the record's end; the token is at 0."""
+
+    ids: int
+    weights: int
+    values: int
+    scales: int
+    end: int
+
+
+@cache
+def _offsets(row_format: RowFormat) -> Offsets:
+    ids = 4 if row_format.num_ids or row_format.num_weights else 0
+    weights = ids + 4 * row_format.num_ids
+    values = _round_up(weights + 4 * row_format.num_weights, _PART_BYTES)
+    scales = _round_up(values + row_format.hidden * row_format.torch_dtype.itemsize, _PART_BYTES)
+    end = scales + row_format.num_scales * row_format.scale_dtype.itemsize
+    return Offsets(ids, weights, values, scales, _round_up(end, _PART_BYTES))
 
 
 def quantize_rows(x_TH: Tensor, *, round_scale: bool) -> tuple[Tensor, Tensor]:
@@ -125,7 +135,7 @@ def quantize_rows(x_TH: Tensor, *, round_scale: bool) -> tuple[Tensor, Tensor]:
     groups_TGD = x_TH.float().view(len(x_TH), x_TH.shape[1] // SCALE_GROUP, SCALE_GROUP)
     amax_TG = groups_TGD.abs().amax(dim=-1).clamp(min=LEAST_AMAX)
     scales_TG = amax_TG / E4M3_MAX
-    factor_TG = E4M3_MAX / amax_TG
+    factor_TG = torch.full_like(amax_TG, E4M3_MAX) / amax_TG  # not torch's reciprocal * scalar
     if round_scale:
         mantissa, exponent = torch.frexp(scales_TG)
         exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
@@ -202,8 +212,7 @@ class Outbox:
         self._used_bytes = 0
 
     def open(self, rank: int, offset: int, num_bytes: int) -> Tensor:
-        """Return where to write `num_bytes` that go to `offset` of the heap of `rank`."""
-        self.sent_bytes_R[rank] += num_bytes
+        """Return where to write up to `num_bytes` that go to `offset` of the heap of `rank`."""
         peer = self._transport.peer_view(rank)
         if peer is not None:
             return peer[offset : offset + num_bytes]
@@ -215,7 +224,8 @@ class Outbox:
     def send(
         self, rank: int, offset: int, block: Tensor, word: int, epoch: int, count: int
     ) -> None:
-        """Send a block that `open` returned, and then the signal (epoch, count) for it."""
+        """Send a block that `open` returned, or its first bytes, then the signal (epoch, count)."""
+        self.sent_bytes_R[rank] += block.numel()
         if self._transport.peer_view(rank) is None and block.numel():
             self._transport.put_nbi(offset, block, rank)
         self._transport.fence(rank)

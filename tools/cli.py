@@ -33,6 +33,7 @@ from whalepod.tools.bench.config import (
     WorkloadConfig,
 )
 from whalepod.tools.bench.decode import DecodeConfig
+from whalepod.tools.bench.ep import EpConfig
 from whalepod.tools.bench.prefill import PrefillConfig
 from whalepod.tools.client import ClientError
 from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
@@ -61,6 +62,7 @@ GROUPS: dict[type | str, str] = {
     LoadConfig: "Load",
     ReportConfig: "Report",
     DecodeConfig: "Measurement",
+    EpConfig: "Measurement",
     PrefillConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
@@ -165,6 +167,16 @@ def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
     from whalepod.tools.bench.decode import bench_decode as run
 
     return run(engine, config)
+
+
+def bench_ep(config: EpConfig) -> int:
+    """Measure dispatch and combine between ranks of this machine, beside a copy of the same bytes.
+
+    Send and receive phases apart, bytes on the wire, GB/s, and the limit of this run.
+    """
+    from whalepod.tools.bench.ep import bench_ep as run
+
+    return run(config)
 
 
 def synth(config: SynthConfig) -> int:
@@ -278,6 +290,7 @@ def make_app() -> App:
         positional=("model",),
         env_fields=(),
     )
+    add_command(bench, bench_ep, EpConfig, name="ep", groups=GROUPS, env_fields=())
     add_command(
         bench,
         bench_prefill,

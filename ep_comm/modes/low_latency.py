@@ -13,7 +13,6 @@ Suffix letters as in `whalepod.ep_comm.layout`, M most tokens of a rank, H hidde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,9 @@ from whalepod.ep_comm.modes.low_latency_config import (
     LowLatencyRegions,
 )
 from whalepod.ep_comm.modes.low_latency_output import Dispatched, Handle, LowLatencyOutput
-from whalepod.ep_comm.rows import Outbox, exponent_bytes, gather_rows, quantize_rows, weighted_sum
+from whalepod.ep_comm.row_kernels.compiled import CompiledRows
+from whalepod.ep_comm.row_kernels.interface import Experts, RowKernels, TokenRows
+from whalepod.ep_comm.rows import Outbox, exponent_bytes
 
 
 class LiveResultError(RuntimeError):
@@ -70,6 +71,7 @@ class CombineInFlight:
 class LowLatency:
     """One rank's end of the mode.
 
+    row_kernels    how rows are copied and summed; default: compiled for the CPU
     poison_unused  fill outputs with NaN first, so that a reader of garbage shows (for tests)
     """
 
@@ -79,12 +81,14 @@ class LowLatency:
         config: LowLatencyConfig,
         regions: LowLatencyRegions,
         *,
+        row_kernels: RowKernels | None = None,
         poison_unused: bool = False,
     ) -> None:
         assert group.num_ranks == config.num_ranks, (group.num_ranks, config.num_ranks)
         self.group = group
         self.config = config
         self._regions = regions
+        self._kernels = row_kernels or CompiledRows()
         self._poison_unused = poison_unused
         self.outbox = Outbox(group, regions.staging)
         self._epoch = 0
@@ -92,13 +96,18 @@ class LowLatency:
         heap, ranks = group.transport.heap, config.num_ranks
         self._dispatch_format, self._combine_format = config.dispatch_format, config.combine_format
         self._received = regions.dispatch_rows.view(heap).view(
-            NUM_SETS, ranks * config.max_tokens, self._dispatch_format.num_bytes
+            NUM_SETS, ranks, config.max_tokens, self._dispatch_format.num_bytes
         )
         self._returned = regions.combine_rows.view(heap).view(
-            NUM_SETS, ranks * config.combine_rows, self._combine_format.num_bytes
+            NUM_SETS, ranks, config.combine_rows, self._combine_format.num_bytes
         )
         self._outputs = [LowLatencyOutput(config) for _ in range(NUM_SETS)]
-        self._owners_R = torch.arange(ranks)
+        self._experts = Experts(
+            first=group.rank * config.num_local,
+            num_local=config.num_local,
+            num_ranks=ranks,
+            rows_per_expert=config.rows_per_expert,
+        )
 
     # -- dispatch ------------------------------------------------------------------------------
 
@@ -128,69 +137,52 @@ class LowLatency:
         LiveResultError for a third live result.
         """
         self._check_input(x_TH, ids_TK, weights_TK)
+        config = self.config
+        is_in_TR = self._kernels.destinations(ids_TK, config.num_experts, config.num_ranks)
         epoch = self._begin_epoch()
         self._live.add(epoch)
         self.outbox.begin()
-        values_TH, scales_TG = self._encode(x_TH)
-        is_in_TR = layout.dispatch_layout(
-            ids_TK, self.config.num_experts, self.config.num_ranks
-        ).is_token_in_rank_TR
-        for rank in self.group.live():
-            tokens = is_in_TR[:, rank].nonzero().squeeze(1)
-            block, offset = self._open_dispatch(rank, epoch, len(tokens))
-            views = self._dispatch_format.views(block)
-            views.token.copy_(tokens)
-            views.ids_K.copy_(ids_TK[tokens])
-            gather_rows(values_TH, tokens, views.values_H)
-            if scales_TG is not None:
-                views.scales_G.copy_(scales_TG[tokens])
-            if weights_TK is not None:
-                views.weights_K.copy_(weights_TK[tokens])
-            word = self._regions.dispatch_words.word(self._place(epoch, self.group.rank))
-            self.outbox.send(rank, offset, block.view(-1), word, epoch, len(tokens))
+        offset, blocks = self._open_dispatch(epoch)
+        tokens = self._encode(x_TH, ids_TK, weights_TK)
+        counts = self._kernels.pack(self._dispatch_format, tokens, is_in_TR, blocks)
+        word = self._regions.dispatch_words.word(self._place(epoch, self.group.rank))
+        for rank, (block, count) in enumerate(zip(blocks, counts, strict=True)):
+            if block is not None:
+                self.outbox.send(rank, offset, block[:count].view(-1), word, epoch, count)
         return DispatchInFlight(self, epoch, ids_TK, x_TH.dtype)
 
     def receive_dispatch(
         self, epoch: int, ids_TK: Tensor, dtype: torch.dtype, deadline_ms: float
     ) -> Dispatched:
         """Do the second half of a dispatch; called through `DispatchInFlight`."""
-        config = self.config
         arrivals = Arrivals(self.group, "low-latency dispatch", epoch)
         counts = arrivals.wait(self._expected(self._regions.dispatch_words, epoch), deadline_ms)
-        source_N, record_N = _places(counts, config.max_tokens)
-        views = self._dispatch_format.views(self._received[epoch % NUM_SETS])
-        first_expert = self.group.rank * config.num_local
-        ids_NK = views.ids_K.index_select(0, record_N).long()
-        local_NK = layout.local_ids(ids_NK, first_expert, config.num_local)
-        spread = layout.expert_rows(
-            local_NK, config.num_local, rows_per_expert=config.rows_per_expert
-        )
-        if not config.rows_per_expert:
-            assert len(spread.row_S) <= config.num_output_rows, (len(spread.row_S), config)
         output = self._outputs[epoch % NUM_SETS]
         if self._poison_unused:
             output.poison()
-        output.fill(spread, views, record_N[spread.source_S])
-        weights_NK = views.weights_K.index_select(0, record_N)
-        arrivals.check_unchanged()
-        begin_ER, count_ER = layout.source_ranges(
-            local_NK, source_N, config.num_local, config.num_ranks
+        spread = self._kernels.spread(
+            self._dispatch_format,
+            self._received[epoch % NUM_SETS],
+            counts,
+            self._experts,
+            output.places,
         )
+        arrivals.check_unchanged()
         return Dispatched(
             rows=output.rows,
             scales=output.scales,
             count_E=spread.count_E.to(torch.int32),
             first_row_E=spread.first_row_E,
             source_info=output.source_info,
-            ranges_ER=layout.pack_ranges(begin_ER, count_ER),
+            ranges_ER=spread.ranges_ER,
             status=arrivals.status(),
             handle=Handle(
                 epoch=epoch,
                 ids_TK=ids_TK,
                 dtype=dtype,
                 counts=counts,
-                spread=spread,
-                weights_NK=weights_NK,
+                row_of_NK=spread.row_of_NK,
+                weights_NK=spread.weights_NK,
             ),
         )
 
@@ -210,17 +202,11 @@ class LowLatency:
             raise LiveResultError(f"the result of epoch {handle.epoch} was combined or given up")
         self.outbox.begin()
         y_SH = y.view(-1, self.config.hidden)
-        rows_of_source = _split_by_source(handle)
+        first = 0
         for source in self.group.live():
-            if source not in rows_of_source:  # nothing came from it: its dispatch failed here
-                self._send_back(source, handle.epoch, y_SH, torch.arange(0))
-                continue
-            rows_nK, weights_nK = rows_of_source[source]
-            if self.config.pre_reduce:
-                sums_nH = weighted_sum(y_SH, rows_nK, weights_nK)
-                self._send_back(source, handle.epoch, sums_nH, torch.arange(len(sums_nH)))
-            else:
-                self._send_back(source, handle.epoch, y_SH, rows_nK[rows_nK >= 0])
+            count = handle.counts.get(source, 0)  # 0 also if its dispatch failed here
+            self._send_back(source, handle, slice(first, first + count), y_SH)
+            first += count
         return CombineInFlight(self, handle)
 
     def receive_combine(
@@ -230,19 +216,19 @@ class LowLatency:
         config, epoch = self.config, handle.epoch
         arrivals = Arrivals(self.group, "low-latency combine", epoch)
         counts = arrivals.wait(self._expected(self._regions.combine_words, epoch), deadline_ms)
-        rows_SH = self._combine_format.views(self._returned[epoch % NUM_SETS]).values_H
-        owners_TK = layout.owner_of(handle.ids_TK, config.num_experts, config.num_ranks)
-        has_answered_R = torch.isin(self._owners_R, torch.tensor(list(counts), dtype=torch.int64))
+        rows_RSH = self._combine_format.views(self._returned[epoch % NUM_SETS]).values_H
+        has_answered_R = torch.zeros(config.num_ranks, dtype=torch.bool)
+        has_answered_R[list(counts)] = True
+        choices = (handle.ids_TK, config.num_local)
         if config.pre_reduce:
-            y_TH = self._sum_over_ranks(rows_SH, owners_TK, has_answered_R)
+            y_TH = self._kernels.combine_sums(rows_RSH, has_answered_R, *choices, handle.dtype)
         else:
-            place_TK = layout.selection_slots(owners_TK, config.num_ranks)
-            row_TK = owners_TK * config.combine_rows + place_TK
-            is_here_TK = (owners_TK >= 0) & has_answered_R[owners_TK.clamp(min=0)]
-            y_TH = weighted_sum(rows_SH, torch.where(is_here_TK, row_TK, -1), weights_TK)
+            y_TH = self._kernels.combine(
+                rows_RSH, has_answered_R, *choices, weights_TK, handle.dtype
+            )
         arrivals.check_unchanged()
         self._live.discard(epoch)
-        return y_TH.to(handle.dtype), arrivals.status()
+        return y_TH, arrivals.status()
 
     # -- giving up -----------------------------------------------------------------------------
 
@@ -305,37 +291,49 @@ class LowLatency:
             raise ValueError(
                 f"weights go with the dispatch if and only if pre_reduce ({config.pre_reduce})"
             )
-        layout.check_choices(ids_TK, config.num_experts, config.num_choices)
+        layout.check_choice_shape(ids_TK, config.num_choices)
 
-    def _encode(self, x_TH: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.config.dispatch_dtype != "float8":
-            return x_TH, None
-        values_TH, scales_TG = quantize_rows(x_TH, round_scale=self.config.round_scale)
-        return values_TH, exponent_bytes(scales_TG) if self.config.ue8m0 else scales_TG
+    def _encode(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> TokenRows:
+        values_TH, scales_TG = x_TH, None
+        if self.config.dispatch_dtype == "float8":
+            values_TH, scales_TG = self._kernels.quantize(x_TH, round_scale=self.config.round_scale)
+            if self.config.ue8m0:
+                scales_TG = exponent_bytes(scales_TG)
+        return TokenRows(
+            values_TH=values_TH, scales_TG=scales_TG, ids_TK=ids_TK, weights_TK=weights_TK
+        )
 
     def _place(self, epoch: int, rank: int) -> int:
         """Return the index of a rank's part in the set of a call."""
         return (epoch % NUM_SETS) * self.config.num_ranks + rank
 
-    def _open_dispatch(self, rank: int, epoch: int, count: int) -> tuple[Tensor, int]:
-        record_bytes = self._dispatch_format.num_bytes
-        block_bytes = self.config.max_tokens * record_bytes
+    def _open_dispatch(self, epoch: int) -> tuple[int, list[Tensor | None]]:
+        """Return where this rank's records go: their offset, and a block for each live rank."""
+        record_bytes, max_tokens = self._dispatch_format.num_bytes, self.config.max_tokens
         offset = self._regions.dispatch_rows.offset
-        offset += self._place(epoch, self.group.rank) * block_bytes
-        block = self.outbox.open(rank, offset, count * record_bytes)
-        return block.view(count, record_bytes), offset
+        offset += self._place(epoch, self.group.rank) * max_tokens * record_bytes
+        blocks: list[Tensor | None] = [None] * self.config.num_ranks
+        for rank in self.group.live():
+            block = self.outbox.open(rank, offset, max_tokens * record_bytes)
+            blocks[rank] = block.view(max_tokens, record_bytes)
+        return offset, blocks
 
-    def _send_back(self, source: int, epoch: int, values_SH: Tensor, rows_s: Tensor) -> None:
-        """Send rows `rows_s` of `values_SH` to the rank `source`."""
-        record_bytes = self._combine_format.num_bytes
-        place = self._place(epoch, self.group.rank)
-        offset = self._regions.combine_rows.offset
-        offset += place * self.config.combine_rows * record_bytes
-        block = self.outbox.open(source, offset, len(rows_s) * record_bytes)
-        records = block.view(len(rows_s), record_bytes)
-        gather_rows(values_SH, rows_s, self._combine_format.views(records).values_H)
+    def _send_back(self, source: int, handle: Handle, records: slice, y_SH: Tensor) -> None:
+        """Send what the experts made of the records of the rank `source`."""
+        record_bytes, most = self._combine_format.num_bytes, self.config.combine_rows
+        place = self._place(handle.epoch, self.group.rank)
+        offset = self._regions.combine_rows.offset + place * most * record_bytes
+        block = self.outbox.open(source, offset, most * record_bytes).view(most, record_bytes)
+        out_SH = self._combine_format.views(block).values_H
+        row_of_nK = handle.row_of_NK[records]
+        if self.config.pre_reduce:
+            count = len(row_of_nK)
+            weights_nK = handle.weights_NK[records]
+            self._kernels.weighted_sums(y_SH, row_of_nK, weights_nK, out_SH[:count])
+        else:
+            count = self._kernels.collect(y_SH, row_of_nK, out_SH)
         word = self._regions.combine_words.word(place)
-        self.outbox.send(source, offset, block, word, epoch, len(rows_s))
+        self.outbox.send(source, offset, block[:count].view(-1), word, handle.epoch, count)
 
     def _expected(self, words: Region, epoch: int) -> list[Expected]:
         return [
@@ -348,31 +346,3 @@ class LowLatency:
         value = signal_value(epoch, self.group.abort_count())
         for rank in self.group.live():
             self.group.transport.signal_op(word, value, rank)
-
-    def _sum_over_ranks(self, rows_SH: Tensor, owners_TK: Tensor, has_answered_R: Tensor) -> Tensor:
-        """Add the ranks' own sums in rank order, f32 `[T, H]`."""
-        y_TH = torch.zeros(len(owners_TK), self.config.hidden)
-        for rank in has_answered_R.nonzero().squeeze(1).tolist():
-            tokens = (owners_TK == rank).any(dim=1).nonzero().squeeze(1)
-            first = rank * self.config.combine_rows
-            y_TH[tokens] += rows_SH[first : first + len(tokens)].float()
-        return y_TH
-
-
-def _places(counts: Mapping[int, int], max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the source rank and the place of all received records, by source, `[N]` each."""
-    assert max(counts.values(), default=0) <= max_tokens, (counts, max_tokens)
-    ranks = torch.tensor(list(counts), dtype=torch.int64)
-    count_C = torch.tensor(list(counts.values()), dtype=torch.int64)
-    source_N = ranks.repeat_interleave(count_C)
-    first_C = count_C.cumsum(0) - count_C
-    slot_N = torch.arange(len(source_N)) - first_C.repeat_interleave(count_C)
-    return source_N, source_N * max_tokens + slot_N
-
-
-def _split_by_source(handle: Handle) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return each source's output rows `[n, K]` and weights `[n, K or 0]`."""
-    sizes = list(handle.counts.values())
-    rows = torch.split(handle.spread.row_of_NK, sizes)
-    weights = torch.split(handle.weights_NK, sizes)
-    return dict(zip(handle.counts, zip(rows, weights, strict=True), strict=True))

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whalepod.ep_comm import layout
 from whalepod.ep_comm.group import CallStatus
 from whalepod.ep_comm.modes.low_latency_config import LowLatencyConfig
-from whalepod.ep_comm.rows import RowViews, gather_rows
+from whalepod.ep_comm.row_kernels.interface import ExpertOutput
 
 _BYTES_PER_WORD = 4
 """Exponent bytes in one int32 of UE8M0 scales."""
@@ -48,7 +47,7 @@ class Handle:
     ids_TK: Tensor
     dtype: torch.dtype
     counts: Mapping[int, int]
-    spread: layout.ExpertRows
+    row_of_NK: Tensor
     weights_NK: Tensor
 
 
@@ -58,47 +57,24 @@ class LowLatencyOutput:
     def __init__(self, config: LowLatencyConfig) -> None:
         num_rows, row_format = config.num_output_rows, config.dispatch_format
         num_blocks = config.num_local if config.output == "per_expert" else 1
-        self._rows_per_block = num_rows // num_blocks
-        self._rows_SH = torch.empty(num_rows, config.hidden, dtype=row_format.torch_dtype)
-        self._info_S = torch.empty(num_rows, dtype=torch.int32)
-        self._scales_BSG = _empty_scales(config, num_blocks, self._rows_per_block)
-        shape = (num_blocks, -1) if config.output == "per_expert" else (-1,)
-        self.rows = self._rows_SH.view(*shape, config.hidden)
-        self.source_info = self._info_S.view(shape)
+        self.places = ExpertOutput(
+            rows_SH=torch.empty(num_rows, config.hidden, dtype=row_format.torch_dtype),
+            info_S=torch.empty(num_rows, dtype=torch.int32),
+            scales_BSG=_empty_scales(config, num_blocks, num_rows // num_blocks),
+        )
+        is_split = config.output == "per_expert"
+        shape = (num_blocks, -1) if is_split else (-1,)
+        self.rows = self.places.rows_SH.view(*shape, config.hidden)
+        self.source_info = self.places.info_S.view(shape)
         self.scales: Tensor | None = None
         if row_format.num_scales:
-            is_split = config.output == "per_expert"
-            self.scales = self._scales_BSG if is_split else self._scales_BSG[0]
+            self.scales = self.places.scales_BSG if is_split else self.places.scales_BSG[0]
 
     def poison(self) -> None:
         """Fill everything with 0xFF: NaN in every float type, and no valid index."""
-        self._rows_SH.view(torch.uint8).fill_(0xFF)
-        self._info_S.fill_(-1)
-        self._scales_BSG.view(torch.int32).fill_(-1)
-
-    def fill(self, spread: layout.ExpertRows, views: RowViews, record_S: Tensor) -> None:
-        """Copy the records `record_S` (by expert) of `views` to the rows that `spread` names."""
-        for first, start, count in self._blocks(spread):
-            chosen = record_S[start : start + count]
-            gather_rows(views.values_H, chosen, self._rows_SH[first : first + count])
-        self._info_S[spread.row_S] = views.token.index_select(0, record_S)
-        if self.scales is None:
-            return
-        scales = views.scales_G.index_select(0, record_S)
-        if scales.dtype is torch.uint8:
-            scales = scales.contiguous().view(torch.int32)
-        block_S = spread.row_S.div(self._rows_per_block, rounding_mode="floor")
-        self._scales_BSG[block_S, spread.row_S % self._rows_per_block] = scales
-
-    def _blocks(self, spread: layout.ExpertRows) -> list[tuple[int, int, int]]:
-        """Return (first row, first selection, count) of each run of rows: an expert's, or all."""
-        if self.rows.ndim == 2:
-            return [(0, 0, len(spread.row_S))]
-        starts_E = spread.count_E.cumsum(0) - spread.count_E
-        runs = zip(
-            spread.first_row_E.tolist(), starts_E.tolist(), spread.count_E.tolist(), strict=True
-        )
-        return [run for run in runs if run[2]]
+        self.places.rows_SH.view(torch.uint8).fill_(0xFF)
+        self.places.info_S.fill_(-1)
+        self.places.scales_BSG.view(torch.int32).fill_(-1)
 
 
 def _empty_scales(config: LowLatencyConfig, num_blocks: int, num_rows: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,6 +11,15 @@ from whalepod.ep_comm import layout
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.lane import Lane, Turn
 from whalepod.ep_comm.modes.throughput_config import ThroughputConfig, ThroughputRegions
+
+
+class Route(NamedTuple):
+    """Tokens `[T]` bool that go to a place of a lane on `rank`."""
+
+    rank: int
+    lane: Lane
+    place: int
+    is_member_T: Tensor
 
 
 class Routes:
@@ -29,16 +39,14 @@ class Routes:
             v: topology.rank_at(v, self._index) for v in range(topology.num_nodes) if v != self.node
         }
 
-    def of_tokens(self, is_in_TR: Tensor) -> Iterator[tuple[int, Lane, int, Tensor]]:
-        """Yield where this rank's tokens go: (rank, lane, place there, `[T]` bool which tokens).
-
-        To the neighbours directly, and once to each other node.
-        """
+    def of_tokens(self, is_in_TR: Tensor) -> Iterator[Route]:
+        """Yield where this rank's tokens go: to the neighbours directly, and once to each other
+        node."""
         for rank in self.neighbours:
-            yield rank, self._regions.rows, self._group.rank, is_in_TR[:, rank]
+            yield Route(rank, self._regions.rows, self._group.rank, is_in_TR[:, rank])
         is_on_TV = layout.nodes_hit(is_in_TR, self._topology.num_nodes)
         for v, partner in self.partners.items():
-            yield partner, self._regions.forwarded, self.node, is_on_TV[:, v]
+            yield Route(partner, self._regions.forwarded, self.node, is_on_TV[:, v])
 
     def of_sums(self, source: int) -> tuple[int, Lane, int]:
         """Return where the expert rows of a source's tokens go: (rank, lane, place there)."""

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from whalepod.ep_comm import layout
 from whalepod.ep_comm.exchange import Exchange
-from whalepod.ep_comm.group import Arrivals, CallStatus, Group, merge
+from whalepod.ep_comm.group import CallStatus, Group, merge
 from whalepod.ep_comm.lane import Turn
 from whalepod.ep_comm.modes.routes import Routes
+from whalepod.ep_comm.modes.throughput_chunks import Chunks
 from whalepod.ep_comm.modes.throughput_config import ThroughputConfig, ThroughputRegions
 from whalepod.ep_comm.modes.throughput_rows import Received, Routing, RowsByArrival, TokenSums
-from whalepod.ep_comm.rows import Outbox, gather_rows
+from whalepod.ep_comm.row_kernels.compiled import CompiledRows
+from whalepod.ep_comm.row_kernels.interface import RowKernels, TokenRows
 
 _FORWARD_GRACE = 0.25
 """With several nodes, the last wait of a chunk is this part of the timeout longer, so that it is
@@ -31,19 +33,29 @@ the forwarder which reports a dead source, and not the forwarder that is taken f
 
 
 class Throughput:
-    """One rank's end of the mode."""
+    """One rank's end of the mode.
 
-    def __init__(self, group: Group, config: ThroughputConfig, regions: ThroughputRegions) -> None:
+    row_kernels  how rows are copied and summed; default: compiled for the CPU
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        config: ThroughputConfig,
+        regions: ThroughputRegions,
+        *,
+        row_kernels: RowKernels | None = None,
+    ) -> None:
         assert group.topology == config.topology, (group.topology, config.topology)
         self.group = group
         self.config = config
-        self._regions = regions
         self._counts = Exchange(group, regions.counts, "throughput counts")
-        self.outbox = Outbox(group, regions.staging)
         self._num_dispatches = 0
         self._num_combines = 0
-        self._there, self._back = config.dispatch_format, config.combine_format
+        self._kernels = row_kernels or CompiledRows()
         self._routes = Routes(group, config, regions)
+        self._chunks = Chunks(group, config, regions, self._routes, self._kernels)
+        self.outbox = self._chunks.outbox
 
     # -- dispatch ------------------------------------------------------------------------------
 
@@ -67,13 +79,12 @@ class Throughput:
         Raises ValueError for bad input; if more than `num_static_rows` rows come to any rank, on
         all ranks.
         """
-        values, scales = x if isinstance(x, tuple) else (x, None)
-        self._check_input(values, scales, ids_TK, weights_TK)
+        config, tokens = self.config, self._tokens(x, ids_TK, weights_TK)
+        is_in_TR = self._kernels.destinations(ids_TK, config.num_experts, config.num_ranks)
         deadline_ms = self.group.deadline(timeout_ms)
-        counted = layout.dispatch_layout(ids_TK, self.config.num_experts, self.config.num_ranks)
-        record = torch.cat([torch.tensor([len(ids_TK)]), counted.num_tokens_per_rank_R])
+        record = torch.cat([torch.tensor([len(ids_TK)]), is_in_TR.sum(dim=0)])
         records, status = self._counts.gather(record, deadline_ms)
-        count_RR = torch.zeros(self.config.num_ranks, self.config.num_ranks, dtype=torch.int64)
+        count_RR = torch.zeros(config.num_ranks, config.num_ranks, dtype=torch.int64)
         for rank, found in records.items():
             count_RR[rank] = found[1:]
         most_tokens = max((int(found[0]) for found in records.values()), default=0)
@@ -81,11 +92,11 @@ class Throughput:
         routing = Routing(
             ids_TK=ids_TK,
             weights_TK=weights_TK,
-            is_token_in_rank_TR=counted.is_token_in_rank_TR,
+            is_token_in_rank_TR=is_in_TR,
             count_RR=count_RR,
-            num_chunks=_odd(-(-most_tokens // self.config.chunk_tokens)),
+            num_chunks=_odd(-(-most_tokens // config.chunk_tokens)),
         )
-        return self._run_dispatch(values, scales, routing, timeout_ms, num_static_rows, status)
+        return self._run_dispatch(tokens, routing, timeout_ms, num_static_rows, status)
 
     def dispatch_again(
         self,
@@ -96,8 +107,7 @@ class Throughput:
         num_static_rows: int | None = None,
     ) -> Received:
         """Send other rows the same way, without counting again. All ranks call it alike."""
-        values, scales = x if isinstance(x, tuple) else (x, None)
-        self._check_input(values, scales, routing.ids_TK, routing.weights_TK)
+        tokens = self._tokens(x, routing.ids_TK, routing.weights_TK)
         self._check_static(routing.count_RR, num_static_rows)
         fresh = Routing(
             ids_TK=routing.ids_TK,
@@ -106,12 +116,11 @@ class Throughput:
             count_RR=routing.count_RR,
             num_chunks=routing.num_chunks,
         )
-        return self._run_dispatch(values, scales, fresh, timeout_ms, num_static_rows, None)
+        return self._run_dispatch(tokens, fresh, timeout_ms, num_static_rows, None)
 
     def _run_dispatch(
         self,
-        values_TH: Tensor,
-        scales_TG: Tensor | None,
+        tokens: TokenRows,
         routing: Routing,
         timeout_ms: float,
         num_static_rows: int | None,
@@ -125,93 +134,16 @@ class Throughput:
         turn = Turn(self._num_dispatches, 0)
         while turn.chunk < routing.num_chunks and not (status and status.must_stop):
             deadline_ms = self.group.deadline(timeout_ms)
-            self._send_chunk(turn, values_TH, scales_TG, routing)
-            status = self._forward_chunk(turn, routing, deadline_ms)
+            self._chunks.send(turn, tokens, routing)
+            status = self._chunks.forward(turn, routing, deadline_ms)
             last_ms = deadline_ms + self._grace(timeout_ms)
-            arrived = self._receive_chunk(turn, rows, first_R, routing, last_ms)
+            arrived = self._chunks.receive(turn, rows, first_R, routing, last_ms)
             status = merge(status, arrived)
             turn = turn.next()
         assert status is not None
         if status.must_stop:
             self._routes.give_up_dispatch(turn)
         return rows.finish(self.config, self.group.rank, num_rows, routing, status)
-
-    def _send_chunk(
-        self, turn: Turn, values_TH: Tensor, scales_TG: Tensor | None, routing: Routing
-    ) -> None:
-        """Send to the neighbours directly, and once to each other node."""
-        self.outbox.begin()
-        start = turn.chunk * self.config.chunk_tokens
-        is_in_TR = routing.is_token_in_rank_TR[start : start + self.config.chunk_tokens]
-        for rank, lane, place, is_member_T in self._routes.of_tokens(is_in_TR):
-            if rank in self.group.suspects:
-                continue
-            tokens = is_member_T.nonzero().squeeze(1) + start
-            records = lane.open(self.outbox, rank, turn, place, len(tokens))
-            views = self._there.views(records)
-            views.token.copy_(tokens)
-            views.ids_K.copy_(routing.ids_TK[tokens])
-            views.weights_K.copy_(routing.weights_TK[tokens])
-            gather_rows(values_TH, tokens, views.values_H)
-            if scales_TG is not None:
-                views.scales_G.copy_(scales_TG[tokens])
-            lane.send(self.outbox, rank, turn, place, records)
-
-    def _forward_chunk(self, turn: Turn, routing: Routing, deadline_ms: float) -> CallStatus:
-        """Pass on what came from the ranks with this rank's place on the other nodes."""
-        lane, sources = self._regions.forwarded, self._routes.partners
-        arrivals = Arrivals(self.group, "throughput dispatch, forwarding", turn.epoch)
-        counts = arrivals.wait(
-            [lane.expect(turn, v, source, source) for v, source in sources.items()], deadline_ms
-        )
-        self.outbox.begin()
-        forwarded = {}
-        for v, source in sources.items():
-            if source not in counts:
-                for rank in self._routes.neighbours:
-                    self._regions.rows.give_up(self.group, rank, turn, source)
-                continue
-            records = lane.received(self.group.transport.heap, turn, v, counts[source])
-            forwarded[v] = self._pass_on(turn, source, records)
-        arrivals.check_unchanged()
-        routing.forwarded.append(forwarded)
-        return arrivals.status()
-
-    def _pass_on(self, turn: Turn, source: int, records: Tensor) -> Tensor:
-        """Send each record to the neighbours that its choices name; returns `[n, J]` bool."""
-        ids_nK = self._there.views(records).ids_K.long()
-        owners_nK = layout.owner_of(ids_nK, self.config.num_experts, self.config.num_ranks)
-        ranks_J = torch.tensor(self._routes.neighbours)
-        hits_nJ = (owners_nK[:, None, :] == ranks_J[None, :, None]).any(dim=2)
-        for j, rank in enumerate(self._routes.neighbours):
-            if rank in self.group.suspects:
-                continue
-            chosen = hits_nJ[:, j].nonzero().squeeze(1)
-            block = self._regions.rows.open(self.outbox, rank, turn, source, len(chosen))
-            torch.index_select(records, 0, chosen, out=block)
-            self._regions.rows.send(self.outbox, rank, turn, source, block)
-        return hits_nJ
-
-    def _receive_chunk(
-        self,
-        turn: Turn,
-        rows: RowsByArrival,
-        first_R: list[int],
-        routing: Routing,
-        deadline_ms: float,
-    ) -> CallStatus:
-        """Copy a chunk's rows behind those that each source sent before."""
-        lane, sources = self._regions.rows, range(self.config.num_ranks)
-        arrivals = Arrivals(self.group, "throughput dispatch", turn.epoch)
-        expected = [lane.expect(turn, s, s, self._routes.writer_for(s)) for s in sources]
-        counts = arrivals.wait(expected, deadline_ms)
-        for source, count in counts.items():
-            records = lane.received(self.group.transport.heap, turn, source, count)
-            rows.store(first_R[source], source, self._there.views(records))
-            first_R[source] += count
-        arrivals.check_unchanged()
-        routing.received.append(counts)
-        return arrivals.status()
 
     # -- combine -------------------------------------------------------------------------------
 
@@ -242,99 +174,18 @@ class Throughput:
         turn, status = Turn(self._num_combines, 0), None
         while turn.chunk < routing.num_chunks and not (status and status.must_stop):
             deadline_ms = self.group.deadline(timeout_ms)
-            self._return_chunk(turn, y_NH, weights_NK, first_R, routing)
-            status = self._reduce_chunk(turn, routing, deadline_ms)
+            self._chunks.give_back(turn, y_NH, weights_NK, first_R, routing)
+            status = self._chunks.reduce(turn, routing, deadline_ms)
             last_ms = deadline_ms + self._grace(timeout_ms)
-            status = merge(status, self._add_chunk(turn, sums, routing, last_ms))
+            status = merge(status, self._chunks.add(turn, sums, routing, last_ms))
             turn = turn.next()
         assert status is not None
         if status.must_stop:
             self._routes.give_up_combine(turn)
         for term_TH in bias:
             sums.y_TH += term_TH.float()
-        y_TH = sums.y_TH.to(self._back.torch_dtype)
+        y_TH = sums.y_TH.to(self.config.combine_format.torch_dtype)
         return y_TH, None if weights_NK is None else sums.weights_TK, status
-
-    def _return_chunk(
-        self,
-        turn: Turn,
-        y_NH: Tensor,
-        weights_NK: Tensor | None,
-        first_R: list[int],
-        routing: Routing,
-    ) -> None:
-        """Send a chunk's rows to their sources, or to the rank that adds up for them."""
-        self.outbox.begin()
-        received = routing.received[turn.chunk]
-        for source in range(self.config.num_ranks):
-            count, first = received.get(source, 0), first_R[source]
-            first_R[source] += count
-            rank, lane, place = self._routes.of_sums(source)
-            if rank in self.group.suspects:
-                continue
-            records = lane.open(self.outbox, rank, turn, place, count)
-            weights = None if weights_NK is None else weights_NK[first : first + count]
-            self._write_sums(records, y_NH[first : first + count], weights)
-            lane.send(self.outbox, rank, turn, place, records)
-
-    def _reduce_chunk(self, turn: Turn, routing: Routing, deadline_ms: float) -> CallStatus:
-        """Add up the neighbours' rows for the sources that this rank forwards for."""
-        lane, hits = self._regions.reduced, routing.forwarded[turn.chunk]
-        arrivals = Arrivals(self.group, "throughput combine, reduction", turn.epoch)
-        self.outbox.begin()
-        for v, source in self._routes.partners.items():
-            places = {
-                rank: self._routes.place_to_reduce(v, j)
-                for j, rank in enumerate(self._routes.neighbours)
-            }
-            counts = arrivals.wait(
-                [lane.expect(turn, place, rank, rank) for rank, place in places.items()],
-                deadline_ms,
-            )
-            if source in self.group.suspects:
-                continue
-            if arrivals.status().must_stop:
-                self._regions.returned.give_up(self.group, source, turn, self.group.rank)
-                continue
-            part = TokenSums(len(hits[v]), self.config)
-            for j, (rank, place) in enumerate(places.items()):
-                if rank not in counts:
-                    continue
-                records = lane.received(self.group.transport.heap, turn, place, counts[rank])
-                part.add(hits[v][:, j].nonzero().squeeze(1), self._back.views(records))
-            block = self._regions.returned.open(
-                self.outbox, source, turn, self.group.rank, len(hits[v])
-            )
-            self._write_sums(block, part.y_TH, part.weights_TK)
-            self._regions.returned.send(self.outbox, source, turn, self.group.rank, block)
-        arrivals.check_unchanged()
-        return arrivals.status()
-
-    def _add_chunk(
-        self, turn: Turn, sums: TokenSums, routing: Routing, deadline_ms: float
-    ) -> CallStatus:
-        """Add a chunk's rows to its tokens, node by node."""
-        lane, topology = self._regions.returned, self.config.topology
-        start = turn.chunk * self.config.chunk_tokens
-        is_in_TR = routing.is_token_in_rank_TR[start : start + self.config.chunk_tokens]
-        is_on_TV = layout.nodes_hit(is_in_TR, topology.num_nodes)
-        writers = {v: [partner] for v, partner in self._routes.partners.items()}
-        writers[self._routes.node] = list(self._routes.neighbours)
-        arrivals = Arrivals(self.group, "throughput combine", turn.epoch)
-        expected = [lane.expect(turn, r, r, r) for v in sorted(writers) for r in writers[v]]
-        counts = arrivals.wait(expected, deadline_ms)
-        heap = self.group.transport.heap
-        for v in sorted(writers):
-            part = TokenSums(len(is_in_TR), self.config)
-            for rank in writers[v]:
-                if rank not in counts:
-                    continue
-                is_member_T = is_in_TR[:, rank] if v == self._routes.node else is_on_TV[:, v]
-                records = lane.received(heap, turn, rank, counts[rank])
-                part.add(is_member_T.nonzero().squeeze(1), self._back.views(records))
-            sums.add_part(start, part, is_rounded=topology.num_nodes > 1)
-        arrivals.check_unchanged()
-        return arrivals.status()
 
     # -- giving up -----------------------------------------------------------------------------
 
@@ -362,11 +213,13 @@ class Throughput:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _check_input(
-        self, values: Tensor, scales: Tensor | None, ids_TK: Tensor, weights_TK: Tensor
-    ) -> None:
+    def _tokens(
+        self, x: Tensor | tuple[Tensor, Tensor], ids_TK: Tensor, weights_TK: Tensor
+    ) -> TokenRows:
+        """Check shapes and return what goes into records."""
         config = self.config
-        layout.check_choices(ids_TK, config.num_experts, config.num_choices)
+        values, scales = x if isinstance(x, tuple) else (x, None)
+        layout.check_choice_shape(ids_TK, config.num_choices)
         num_tokens = len(ids_TK)
         if values.shape != (num_tokens, config.hidden) or weights_TK.shape != ids_TK.shape:
             raise ValueError(
@@ -383,6 +236,7 @@ class Throughput:
                 f"dispatch_dtype is {config.dispatch_dtype}, but scales are "
                 f"{'absent' if scales is None else 'given'}: quantize_rows makes both"
             )
+        return TokenRows(values_TH=values, scales_TG=scales, ids_TK=ids_TK, weights_TK=weights_TK)
 
     def _check_static(self, count_RR: Tensor, num_static_rows: int | None) -> None:
         received_R = count_RR.sum(dim=0)
@@ -400,14 +254,6 @@ class Throughput:
         count_R = routing.count_RR[:, self.group.rank]
         first: list[int] = (count_R.cumsum(0) - count_R).tolist()
         return first
-
-    def _write_sums(self, records: Tensor, y_nH: Tensor, weights_nK: Tensor | None) -> None:
-        views = self._back.views(records)
-        views.values_H.copy_(y_nH)
-        if weights_nK is None:
-            views.weights_K.zero_()
-        else:
-            views.weights_K.copy_(weights_nK)
 
 
 def _odd(num_chunks: int) -> int:

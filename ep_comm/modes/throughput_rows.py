@@ -11,6 +11,7 @@ from torch import Tensor
 from whalepod.ep_comm import layout
 from whalepod.ep_comm.group import CallStatus
 from whalepod.ep_comm.modes.throughput_config import ThroughputConfig
+from whalepod.ep_comm.row_kernels.interface import RowKernels
 from whalepod.ep_comm.rows import RowViews, raw
 
 
@@ -115,11 +116,10 @@ class TokenSums:
         self.weights_TK = torch.zeros(num_tokens, config.num_choices)
         self._wire_dtype = config.combine_format.torch_dtype
 
-    def add(self, tokens: Tensor, views: RowViews) -> None:
-        """Add one record to each of `tokens` (distinct)."""
-        assert len(tokens) == len(views.values_H), (len(tokens), len(views.values_H))
-        self.y_TH[tokens] += views.values_H.float()
-        self.weights_TK[tokens] += views.weights_K
+    def add(self, is_member_T: Tensor, views: RowViews, row_kernels: RowKernels) -> None:
+        """Add one record to each of the tokens `is_member_T`, bool `[T]`."""
+        row_kernels.add_rows(views.values_H, is_member_T, self.y_TH)
+        self.weights_TK[is_member_T] += views.weights_K
 
     def add_part(self, start: int, part: TokenSums, *, is_rounded: bool) -> None:
         """Add another sum to the tokens from `start` on, rounded as if it had been sent."""

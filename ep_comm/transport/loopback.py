@@ -17,12 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from whalepod.ep_comm.transport.interface import (
-    SignalWait,
-    Topology,
-    Transport,
-    barrier_by_signals,
-)
+from whalepod.ep_comm.transport.interface import SignalWait, Topology, Transport
+from whalepod.ep_comm.transport.mapped import MappedHeaps
 
 T = TypeVar("T")
 
@@ -88,38 +84,15 @@ class _Turns:
         return candidate
 
 
-class LoopbackTransport:
-    """One rank of a `LoopbackGroup`. Puts arrive at once and in order."""
+class LoopbackTransport(MappedHeaps):
+    """One rank of a `LoopbackGroup`."""
 
     def __init__(self, rank: int, topology: Topology, heaps: list[Tensor], turns: _Turns) -> None:
-        self.rank = rank
-        self.topology = topology
-        self._heaps = heaps
-        self._words = [heap.view(torch.int64).numpy() for heap in heaps]
+        super().__init__(rank, topology, heaps)
         self._turns = turns
-        self._num_barriers = 0
-
-    @property
-    def heap(self) -> Tensor:
-        return self._heaps[self.rank]
 
     def now_ms(self) -> float:
         return self._turns.now_ms
-
-    def put_nbi(self, offset: int, source: Tensor, rank: int) -> None:
-        self._heaps[rank][offset : offset + source.numel()] = source
-
-    def put_signal_nbi(
-        self, offset: int, source: Tensor, signal_offset: int, value: int, rank: int
-    ) -> None:
-        self.put_nbi(offset, source, rank)
-        self.signal_op(signal_offset, value, rank)
-
-    def signal_op(self, signal_offset: int, value: int, rank: int) -> None:
-        self._words[rank][signal_offset // 8] = value
-
-    def signal_fetch(self, signal_offset: int) -> int:
-        return int(self._words[self.rank][signal_offset // 8])
 
     def signal_wait(self, signal_offset: int, at_least: int, deadline_ms: float) -> SignalWait:
         words, index = self._words[self.rank], signal_offset // 8
@@ -130,14 +103,7 @@ class LoopbackTransport:
         """Do nothing: puts arrive in order."""
 
     def quiet(self) -> None:
-        """Do nothing: puts arrive at once."""
-
-    def barrier(self, deadline_ms: float) -> tuple[int, ...]:
-        self._num_barriers += 1
-        return barrier_by_signals(self, self._num_barriers, deadline_ms)
-
-    def peer_view(self, rank: int) -> Tensor | None:
-        return self._heaps[rank]
+        """Do nothing: puts are plain stores."""
 
     def close(self) -> None:
         """Do nothing: the group owns the heaps."""

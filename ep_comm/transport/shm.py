@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from whalepod.ep_comm.transport.interface import SignalWait, Topology, barrier_by_signals
+from whalepod.ep_comm.transport.interface import SignalWait, Topology
+from whalepod.ep_comm.transport.mapped import MappedHeaps
 
 SPIN_POLLS = 200
 YIELD_POLLS = 200
@@ -43,7 +43,7 @@ def create_heaps(num_ranks: int, heap_bytes: int) -> list[int]:
     return descriptors
 
 
-class ShmTransport:
+class ShmTransport(MappedHeaps):
     """One rank of a machine. The caller keeps (and closes) the descriptors."""
 
     def __init__(
@@ -54,34 +54,12 @@ class ShmTransport:
                 f"shared memory between ranks relies on the store order of x86-64, "
                 f"this machine is {platform.machine()}: use --ep 1"
             )
-        self.rank = rank
-        self.topology = Topology(len(descriptors), ranks_per_node or len(descriptors))
-        self._maps = [mmap.mmap(fd, os.fstat(fd).st_size) for fd in descriptors]
-        self._heaps = [torch.frombuffer(m, dtype=torch.uint8) for m in self._maps]
-        self._words = [heap.view(torch.int64).numpy() for heap in self._heaps]
-        self._num_barriers = 0
-
-    @property
-    def heap(self) -> Tensor:
-        return self._heaps[self.rank]
+        maps = [mmap.mmap(fd, os.fstat(fd).st_size) for fd in descriptors]
+        heaps = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
+        super().__init__(rank, Topology(len(maps), ranks_per_node or len(maps)), heaps)
 
     def now_ms(self) -> float:
         return time.monotonic() * 1e3
-
-    def put_nbi(self, offset: int, source: Tensor, rank: int) -> None:
-        self._heaps[rank][offset : offset + source.numel()] = source
-
-    def put_signal_nbi(
-        self, offset: int, source: Tensor, signal_offset: int, value: int, rank: int
-    ) -> None:
-        self.put_nbi(offset, source, rank)
-        self.signal_op(signal_offset, value, rank)
-
-    def signal_op(self, signal_offset: int, value: int, rank: int) -> None:
-        self._words[rank][signal_offset // 8] = value
-
-    def signal_fetch(self, signal_offset: int) -> int:
-        return int(self._words[self.rank][signal_offset // 8])
 
     def signal_wait(self, signal_offset: int, at_least: int, deadline_ms: float) -> SignalWait:
         words, index = self._words[self.rank], signal_offset // 8
@@ -104,14 +82,3 @@ class ShmTransport:
 
     def quiet(self) -> None:
         """Do nothing: puts are plain stores."""
-
-    def barrier(self, deadline_ms: float) -> tuple[int, ...]:
-        self._num_barriers += 1
-        return barrier_by_signals(self, self._num_barriers, deadline_ms)
-
-    def peer_view(self, rank: int) -> Tensor | None:
-        return self._heaps[rank]
-
-    def close(self) -> None:
-        """Unmap the heaps as soon as no tensor refers to them any more."""
-        self._words, self._heaps, self._maps = [], [], []

@@ -34,13 +34,13 @@ def reliable(transport: Transport) -> Transport:
     return transport._inner if isinstance(transport, FaultyTransport) else transport
 
 
-def synchronise(group: Group, gather: Exchange) -> set[int]:
+def synchronise(group: Group, gather: Exchange, timeout_ms: float = GATHER_MS) -> set[int]:
     """Do what the gather of a step does; return the ranks that came.
 
     The second time nobody waits for a dead rank any more, so that all go on at one moment.
     """
     for _ in range(2):
-        records, _ = gather.gather(torch.zeros(1, dtype=torch.int64), group.deadline(GATHER_MS))
+        records, _ = gather.gather(torch.zeros(1, dtype=torch.int64), group.deadline(timeout_ms))
     for rank in records:
         group.readmit(rank)
     return set(records)

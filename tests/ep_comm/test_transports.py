@@ -5,68 +5,39 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
-import traceback
-from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ep_comm.groups import run_faulty, run_loopback
+from tests.ep_comm.groups import num_examples, run_faulty, run_loopback
 from tests.ep_comm.test_low_latency import Round, make_config, make_heap
 from tests.ep_comm.test_throughput import (
     Round as ThroughputRound,
     make_config as make_throughput_config,
     make_heap as make_throughput_heap,
 )
+from tests.ep_comm.transports import (
+    OPENERS,
+    REAL_TIMEOUT_MS,
+    RUNNERS,
+    run_processes,
+    run_threads,
+)
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.heap import HeapLayout
 from whalepod.ep_comm.modes.low_latency import LowLatency
-from whalepod.ep_comm.transport.faulty import FaultPlan, FaultyTransport
+from whalepod.ep_comm.modes.throughput_config import carve as carve_throughput
 from whalepod.ep_comm.transport.interface import Topology, Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
 from whalepod.ep_comm.transport.shm import ShmTransport, create_heaps
 
-T = TypeVar("T")
-
 NUM_RANKS = 3
-REAL_TIMEOUT_MS = 30_000.0
-
-
-def run_threads(heap: HeapLayout, program: Callable[[Transport], T]) -> list[T]:
-    """Run ranks over shared memory in threads of this process, all at once."""
-    descriptors = create_heaps(heap.num_ranks, heap.num_bytes)
-    results: list[T | Exception] = [RuntimeError("did not run")] * heap.num_ranks
-
-    def body(rank: int) -> None:
-        transport = ShmTransport(rank, descriptors)
-        try:
-            results[rank] = program(transport)
-        except Exception as error:
-            results[rank] = error
-        transport.close()
-
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(heap.num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return results_of(results)
-
-
-def run_faulty_group(heap: HeapLayout, program: Callable[[Transport], T]) -> list[T]:
-    return results_of(run_faulty(heap, program, seed=4))
-
-
-RUNNERS = {"loopback": run_loopback, "shm": run_threads, "faulty": run_faulty_group}
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_data_before_a_fence_is_there_when_the_signal_is(name: str) -> None:
+def test_data_before_a_fence_is_there_when_the_signal_is(name: str, tmp_path: Path) -> None:
     heap = HeapLayout(NUM_RANKS)
     data, words = heap.take("data", 4096 * NUM_RANKS), heap.take_signals("words", NUM_RANKS)
 
@@ -82,11 +53,11 @@ def test_data_before_a_fence_is_there_when_the_signal_is(name: str) -> None:
             assert transport.signal_wait(words.word(rank), 7, deadline_ms) == (True, 7)
             assert bool((data.view(transport.heap)[4096 * rank :][:4096] == rank + 1).all())
 
-    RUNNERS[name](heap, program)
+    RUNNERS[name](heap, program, tmp_path)
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_a_put_with_signal_carries_its_own_payload(name: str) -> None:
+def test_a_put_with_signal_carries_its_own_payload(name: str, tmp_path: Path) -> None:
     heap = HeapLayout(NUM_RANKS)
     data, words = heap.take("data", 4096), heap.take_signals("words", 1)
 
@@ -100,11 +71,11 @@ def test_a_put_with_signal_carries_its_own_payload(name: str) -> None:
             assert bool((data.view(transport.heap) == source).all())
         assert transport.barrier(transport.now_ms() + REAL_TIMEOUT_MS) == ()
 
-    RUNNERS[name](heap, program)
+    RUNNERS[name](heap, program, tmp_path)
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_barriers_hold_until_all_have_come_and_name_who_has_not(name: str) -> None:
+def test_barriers_hold_until_all_have_come_and_name_who_has_not(name: str, tmp_path: Path) -> None:
     heap = HeapLayout(NUM_RANKS)
     came: list[int] = []
 
@@ -115,11 +86,11 @@ def test_barriers_hold_until_all_have_come_and_name_who_has_not(name: str) -> No
         if transport.rank != 2:
             assert transport.barrier(transport.now_ms() + 20.0) == (2,)
 
-    RUNNERS[name](heap, program)
+    RUNNERS[name](heap, program, tmp_path)
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_a_wait_ends_at_its_deadline(name: str) -> None:
+def test_a_wait_ends_at_its_deadline(name: str, tmp_path: Path) -> None:
     heap = HeapLayout(NUM_RANKS)
     words = heap.take_signals("words", 1)
 
@@ -128,7 +99,7 @@ def test_a_wait_ends_at_its_deadline(name: str) -> None:
         assert transport.signal_wait(words.word(0), 1, deadline_ms) == (False, 0)
         assert transport.now_ms() >= deadline_ms
 
-    RUNNERS[name](heap, program)
+    RUNNERS[name](heap, program, tmp_path)
 
 
 def test_the_loopback_clock_is_virtual() -> None:
@@ -191,54 +162,35 @@ def test_a_topology_wants_equal_nodes() -> None:
         Topology(8, 3)
 
 
-def test_both_modes_over_shared_memory_of_threads() -> None:
-    config = make_config(4)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", OPENERS)
+def test_both_modes_have_the_bits_of_plain_loops(name: str, num_ranks: int, tmp_path: Path) -> None:
+    config = make_config(num_ranks)
     heap, regions = make_heap(config)
-    run_threads(heap, Round(config, regions, tuple(range(10))))
-    throughput = make_throughput_config(4, 4)
+    seeds = tuple(range(num_examples(quick=5)))
+    run_threads(name, heap, Round(config, regions, seeds), tmp_path)
+    throughput = make_throughput_config(num_ranks, num_ranks)
     heap, throughput_regions = make_throughput_heap(throughput)
-    run_threads(heap, ThroughputRound(throughput, throughput_regions, (1, 2, 3)))
-
-
-def rank_process(
-    rank: int, descriptors: list[int], is_faulty: bool, errors: multiprocessing.Queue[str]
-) -> None:
-    try:
-        torch.set_num_threads(1)
-        transport: Transport = ShmTransport(rank, descriptors)
-        if is_faulty:
-            transport = FaultyTransport(transport, 3, FaultPlan())
-        config = make_config(2)
-        _, regions = make_heap(config)
-        Round(config, regions, tuple(range(10)))(transport)
-        assert transport.barrier(transport.now_ms() + REAL_TIMEOUT_MS) == ()
-        transport.close()
-        errors.put("")
-    except BaseException:
-        errors.put(traceback.format_exc())
+    seeds = tuple(range(num_examples(quick=2)))
+    run_threads(name, heap, ThroughputRound(throughput, throughput_regions, seeds), tmp_path)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("is_faulty", [False, True], ids=["shm", "faulty"])
-def test_low_latency_over_shared_memory_of_processes(is_faulty: bool) -> None:
-    heap, _ = make_heap(make_config(2))
-    descriptors = create_heaps(2, heap.num_bytes)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", OPENERS)
+def test_both_modes_between_processes(name: str, num_ranks: int, tmp_path: Path) -> None:
+    config = make_config(num_ranks)
+    heap, regions = make_heap(config)
+    throughput = make_throughput_config(num_ranks, num_ranks)
+    throughput_regions = carve_throughput(heap, throughput)
     before = set(os.listdir("/dev/shm"))
-    context = multiprocessing.get_context("fork")
-    errors: multiprocessing.Queue[str] = context.Queue()
-    ranks = [
-        context.Process(target=rank_process, args=(rank, descriptors, is_faulty, errors))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = [errors.get(timeout=60) for _ in ranks]
-    for process in ranks:
-        process.join(timeout=60)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    assert found == ["", ""], "\n".join(found)
-    named = [name for name in set(os.listdir("/dev/shm")) - before if "whalepod" in name]
+
+    def program(transport: Transport) -> None:
+        Round(config, regions, tuple(range(6)))(transport)
+        ThroughputRound(throughput, throughput_regions, (1, 2))(transport)
+
+    run_processes(name, heap, program, tmp_path)
+    named = [entry for entry in set(os.listdir("/dev/shm")) - before if "whalepod" in entry]
     assert named == []
 
 

@@ -1,0 +1,1 @@
+"""How rows are written into records and taken out again: in torch, and compiled for CPUs."""

@@ -1,0 +1,180 @@
+"""What the modes do to rows between two transfers: one call each, and two ways to do it.
+
+`plain` is the meaning, in torch, on any device; `compiled` gives the same bits on a CPU.
+
+Suffix letters as in `whalepod.ep_comm.layout`, and H hidden, G fp8 scales of a row, D destinations,
+C ranks whose rows are here, M most tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from whalepod.ep_comm.rows import RowFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRows:
+    """What goes into the records of a rank's tokens.
+
+    values_TH   [T, H] of the record's dtype
+    scales_TG   [T, G], None without fp8
+    ids_TK      [T, K] int64 global expert ids, -1: none
+    weights_TK  [T, K] f32, None where records have none
+    """
+
+    values_TH: Tensor
+    scales_TG: Tensor | None
+    ids_TK: Tensor
+    weights_TK: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertOutput:
+    """Where rows of experts are written, in blocks (one per expert, or one for all).
+
+    rows_SH     [B * rows_per_block, H] of the record's dtype
+    info_S      [B * rows_per_block] int32 token index on the source
+    scales_BSG  [B, rows_per_block, columns], 4-byte elements in any order of storage
+    """
+
+    rows_SH: Tensor
+    info_S: Tensor
+    scales_BSG: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Which experts rows are for.
+
+    rows_per_expert  rows between two experts in the output, 0: they follow one another
+    """
+
+    first: int
+    num_local: int
+    num_ranks: int
+    rows_per_expert: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Where the selections of the received records went.
+
+    row_of_NK    [N, K] int64 output row of each selection, -1 where it is another rank's
+    weights_NK   [N, K] f32 as received; [N, 0] if records have none
+    count_E      [E_l] int64 rows per expert
+    first_row_E  [E_l] int64 an expert's first row
+    ranges_ER    [E_l, R] int64 (begin << 32) | count of each source's rows of an expert
+    """
+
+    row_of_NK: Tensor
+    weights_NK: Tensor
+    count_E: Tensor
+    first_row_E: Tensor
+    ranges_ER: Tensor
+
+
+class RowKernels(Protocol):
+    """Every copy, conversion and sum of rows."""
+
+    name: str
+
+    def destinations(self, ids_TK: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+        """Return `[T, R]` bool: the token has an expert on that rank.
+
+        Raises ValueError unless `ids_TK` is int64 `[T, K]` of distinct ids in -1 .. E - 1.
+        """
+        ...
+
+    def quantize(self, x_TH: Tensor, *, round_scale: bool) -> tuple[Tensor, Tensor]:
+        """Round f32 or bf16 rows to e4m3: values `[T, H]`, f32 scales `[T, H / 128]`."""
+        ...
+
+    def pack(
+        self,
+        row_format: RowFormat,
+        tokens: TokenRows,
+        is_for_TD: Tensor,
+        blocks: Sequence[Tensor | None],
+        first_token: int = 0,
+    ) -> list[int]:
+        """Write the records of tokens `first_token` and on, once per destination, in order.
+
+        is_for_TD  [T', D] bool, about T' tokens from the first one
+        blocks     per destination uint8 `[enough, record_bytes]`, None: it gets nothing
+        returns    the number of records per destination
+        """
+        ...
+
+    def spread(
+        self,
+        row_format: RowFormat,
+        records: Tensor,
+        counts: Mapping[int, int],
+        experts: Experts,
+        output: ExpertOutput,
+    ) -> Spread:
+        """Write each received record once per expert of this rank that it selects.
+
+        records  uint8 `[R, M, record_bytes]`
+        counts   source rank -> records at its place; in order of ranks
+        Rows are grouped by expert, then by source, then as they were sent.
+        """
+        ...
+
+    def collect(self, rows_SH: Tensor, row_of_nK: Tensor, out_SH: Tensor) -> int:
+        """Write rows `row_of_nK` (-1: none), one behind the other, to `out_SH`; return how many.
+
+        Both are f32 or bf16; `out_SH` may be a view of records.
+        """
+        ...
+
+    def weighted_sums(
+        self, rows_SH: Tensor, row_of_nK: Tensor, weights_nK: Tensor, out_nH: Tensor
+    ) -> None:
+        """Write sum_k weights[n, k] * rows[row_of[n, k]] to `out_nH`; -1 is skipped.
+
+        In f32 and k order, the operations and their order of `Kernels.experts`; rounded once to the
+        dtype of `out_nH` (f32 or bf16, may be a view of records).
+        """
+        ...
+
+    def combine(
+        self,
+        returned_RSH: Tensor,
+        owners_has_answered_R: Tensor,
+        ids_TK: Tensor,
+        num_local: int,
+        weights_TK: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return sum_k weights[t, k] * the row that the owner of ids[t, k] sent, `[T, H]` `dtype`.
+
+        returned_RSH  [R, rows, H] f32 or bf16, a view of records; each owner's rows in the order of
+                      (token, k) of this rank's selections of its experts
+        Summed as in `weighted_sums`; owners that have not answered are skipped.
+        """
+        ...
+
+    def combine_sums(
+        self,
+        returned_RTH: Tensor,
+        owners_has_answered_R: Tensor,
+        ids_TK: Tensor,
+        num_local: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return the owners' own sums added up in rank order, `[T, H]` `dtype`.
+
+        returned_RTH  as above, but a row per (token, owner) that the token hits
+        """
+        ...
+
+    def add_rows(self, rows_nH: Tensor, is_for_T: Tensor, sums_TH: Tensor) -> None:
+        """Add row i (f32 or bf16) to the i-th of the tokens `is_for_T`, in f32 `sums_TH`."""
+        ...

@@ -1,0 +1,219 @@
+"""`whalepod bench ep`: how fast rows travel between ranks, beside a plain copy of the same bytes.
+
+Ranks are processes of this machine over shared memory, one thread each. A repeat measures, one
+behind the other and each from a common start: a copy of as many bytes as the dispatch delivers to
+the experts of this rank, the dispatch, the copy again, the combine. A figure is that of the slowest
+rank.
+
+What other programs do to a shared machine is least in the fastest repeat, so both it and the median
+are shown; where ranks have to wait for a core, only CPU times can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Annotated, Literal
+
+from whalepod.tools.table import format_table
+
+Mode = Literal["low_latency", "throughput"]
+Dtype = Literal["fp32", "bf16", "fp8"]
+_MODES: tuple[Mode, ...] = ("low_latency", "throughput")
+TIMEOUT_MS = 60_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpConfig:
+    """What is measured."""
+
+    modes: Annotated[tuple[Mode, ...], "decode's and prefill's way"] = _MODES
+    ranks: Annotated[tuple[int, ...], "processes, one run for each"] = (2,)
+    tokens: Annotated[tuple[int, ...], "tokens of each rank, one run for each"] = (1, 16, 128)
+    hidden: Annotated[int, "values of a row"] = 7168
+    experts: Annotated[int, "routed experts"] = 256
+    choices: Annotated[int, "experts of a token"] = 8
+    dtype: Annotated[Dtype, "rows on the way to the experts"] = "bf16"
+    repeats: Annotated[int, "measurements of each case"] = 20
+    json: Annotated[bool, "print one JSON object instead of a table"] = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "experts", "choices", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("ranks", "tokens"):
+            if not getattr(self, name) or min(getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One mode at one size."""
+
+    mode: Mode
+    num_ranks: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """Time by the clock, and of it on a core."""
+
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0
+
+    def __add__(self, other: Elapsed) -> Elapsed:
+        return Elapsed(self.wall_ms + other.wall_ms, self.cpu_ms + other.cpu_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One repeat on one rank; times in ms."""
+
+    copy: Elapsed
+    send: Elapsed
+    receive: Elapsed
+    wire_bytes: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A dispatch or a combine of a case; times of the slowest rank, bytes of all ranks together.
+
+    wire_bytes     sent to other ranks
+    payload_bytes  rows that the experts get, or give back: what a copy is compared with
+    times_limit    fastest time over the fastest copy of the same bytes; cpu_: by CPU time
+    send_ms        medians of the two halves; a throughput call alternates between them, so it
+                   counts as receiving
+    """
+
+    mode: Mode
+    phase: Literal["dispatch", "combine"]
+    num_ranks: int
+    num_tokens: int
+    time_ms: float
+    fastest_ms: float
+    send_ms: float
+    receive_ms: float
+    wire_bytes: int
+    payload_bytes: int
+    gb_per_s: float
+    limit_gb_per_s: float
+    times_limit: float
+    cpu_times_limit: float
+
+
+def bench_ep(config: EpConfig) -> int:
+    """Measure, print, and return the exit code."""
+    phases = []
+    for mode in config.modes:
+        for num_ranks in config.ranks:
+            for num_tokens in config.tokens:
+                case = Case(mode=mode, num_ranks=num_ranks, num_tokens=num_tokens)
+                phases += measure(config, case)
+    if config.json:
+        settings = {k: v for k, v in asdict(config).items() if k != "json"}
+        print(json.dumps({"settings": settings, "results": [asdict(p) for p in phases]}))
+    else:
+        print(
+            f"{config.dtype} rows of {config.hidden}, {config.choices} of {config.experts} "
+            f"experts, shared memory; the limit is a copy of the same bytes in the same run\n\n"
+            f"{_table(phases)}"
+        )
+    return 0
+
+
+def measure(config: EpConfig, case: Case) -> list[Phase]:
+    """Run the ranks of a case and add up what they found."""
+    from whalepod.ep_comm.transport.shm import create_heaps
+    from whalepod.tools.bench.ep_ranks import make_mode, run_rank
+
+    heap_bytes = make_mode(config, case).heap_bytes
+    descriptors = create_heaps(case.num_ranks, heap_bytes)
+    context = multiprocessing.get_context("fork")
+    ends: list[Connection] = []
+    ranks = []
+    for rank in range(case.num_ranks):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=run_rank, args=(config, case, rank, descriptors, there))
+        process.start()
+        there.close()
+        ends.append(here)
+        ranks.append(process)
+    try:
+        found = [_receive(rank, end) for rank, end in enumerate(ends)]
+    finally:
+        for process in ranks:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return [
+        _phase(case, "dispatch", [samples[0::2] for samples in found]),
+        _phase(case, "combine", [samples[1::2] for samples in found]),
+    ]
+
+
+def _receive(rank: int, end: Connection) -> list[Sample]:
+    if not end.poll(TIMEOUT_MS / 1e3 * 5):
+        raise RuntimeError(f"rank {rank} did not answer in time")
+    try:
+        found: list[Sample] | str = end.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank} ended without an answer") from None
+    if isinstance(found, str):
+        raise RuntimeError(f"rank {rank}: {found}")
+    return found
+
+
+def _phase(
+    case: Case, name: Literal["dispatch", "combine"], by_rank: Sequence[Sequence[Sample]]
+) -> Phase:
+    repeats = list(zip(*by_rank, strict=True))
+    times = [max(_total(s).wall_ms for s in repeat) for repeat in repeats]
+    copies = [max(s.copy.wall_ms for s in repeat) for repeat in repeats]
+    cpu_times = [max(_total(s).cpu_ms for s in repeat) for repeat in repeats]
+    cpu_copies = [max(s.copy.cpu_ms for s in repeat) for repeat in repeats]
+    payload = sum(samples[-1].payload_bytes for samples in by_rank)
+    return Phase(
+        mode=case.mode,
+        phase=name,
+        num_ranks=case.num_ranks,
+        num_tokens=case.num_tokens,
+        time_ms=median(times),
+        fastest_ms=min(times),
+        send_ms=median(max(s.send.wall_ms for s in repeat) for repeat in repeats),
+        receive_ms=median(max(s.receive.wall_ms for s in repeat) for repeat in repeats),
+        wire_bytes=sum(samples[-1].wire_bytes for samples in by_rank),
+        payload_bytes=payload,
+        gb_per_s=payload / min(times) / 1e6,
+        limit_gb_per_s=payload / min(copies) / 1e6,
+        times_limit=min(times) / min(copies),
+        cpu_times_limit=min(cpu_times) / min(cpu_copies),
+    )
+
+
+def _total(sample: Sample) -> Elapsed:
+    return sample.send + sample.receive
+
+
+def _table(phases: Sequence[Phase]) -> str:
+    rows = [
+        ["mode, phase", "ranks", "tokens", "median ms", "fastest ms", "send ms", "receive ms",
+         "wire MB", "rows MB", "GB/s", "limit GB/s", "x limit", "x limit (CPU)"]
+    ]  # fmt: skip
+    for p in phases:
+        rows.append([
+            f"{p.mode} {p.phase}", str(p.num_ranks), str(p.num_tokens), f"{p.time_ms:.3f}",
+            f"{p.fastest_ms:.3f}", f"{p.send_ms:.3f}", f"{p.receive_ms:.3f}",
+            f"{p.wire_bytes / 1e6:.2f}", f"{p.payload_bytes / 1e6:.2f}", f"{p.gb_per_s:.2f}",
+            f"{p.limit_gb_per_s:.2f}", f"{p.times_limit:.2f}", f"{p.cpu_times_limit:.2f}",
+        ])  # fmt: skip
+    return format_table(rows, numeric=True)
