@@ -19,10 +19,10 @@ serve: install
 	@touch $@
 
 test: install .venv/.cuda
-	$(BIN)/python -m pytest -m 'not long' $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long' $(ARGS)
 
 test-long: install .venv/.cuda
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(ARGS)
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # two environments, because Instructor needs an older openai package; npm holds the coding agents
 CLIENTS := .venv-clients
