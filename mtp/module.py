@@ -9,16 +9,18 @@ module m continues the states of module m - 1 as module 0 does h, and its slots 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from whalepod.ep_comm.interface import ExpertPlacement
-from whalepod.kernels.interface import Kernels
+from whalepod.kernels.interface import Kernels, Packed
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
-from whalepod.models.deepseek_v3 import DecoderLayer, DeepseekV3
+from whalepod.models.deepseek_v3 import MAX_REPEATED_TOKENS, DecoderLayer, DeepseekV3
 from whalepod.models.mla import plan_attention
 from whalepod.models.weights import Weights
 
@@ -49,15 +51,21 @@ class MtpModule:
         prefix = f"model.layers.{self._cache_layer}"
         self._token_norm_H = weights.take(f"{prefix}.enorm.weight", (hidden,))
         self._hidden_norm_H = weights.take(f"{prefix}.hnorm.weight", (hidden,))
-        self._projection = weights.packed(
-            f"{prefix}.eh_proj",
-            kernels,
-            lambda: kernels.pack_linear(
-                weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
-            ),
+        name, shape = f"{prefix}.eh_proj", (hidden, 2 * hidden)
+
+        def pack_half(half: int) -> Packed:
+            weight_HJ = weights.take(f"{name}.weight", shape)
+            return kernels.pack_linear(weight_HJ[:, half * hidden : (half + 1) * hidden])
+
+        # of [embedding, hidden]: halves that are added need no copy of the two side by side
+        self._token_projection, self._hidden_projection = (
+            weights.packed(f"{name}.{half}", kernels, partial(pack_half, half)) for half in (0, 1)
         )
         self._layer = DecoderLayer(config, weights, self._cache_layer, kernels, placement)
         self._head_norm_H = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))
+        self._previous_TH = torch.empty(
+            MAX_REPEATED_TOKENS, hidden, dtype=model.dtype, device=model.device
+        )
 
     def write_rows(
         self,
@@ -72,10 +80,16 @@ class MtpModule:
         previous_hidden_TH [T, H]: the hidden state of the token before each token, of the main
         model (after its final norm) or of the module before.
         """
-        x_TH, _ = self._input(token_ids_T, previous_hidden_TH)
-        self._layer.attention.write_rows(
-            x_TH, positions_T, slots_T, cache.layer(self._cache_layer), self._model.cos_sin_SD
-        )
+        rows_PBC, cos_sin_SD = cache.layer(self._cache_layer), self._model.cos_sin_SD
+
+        def compute(previous_TH: Tensor) -> Tensor:
+            x_TH, _ = self._input(token_ids_T, previous_TH)
+            self._layer.attention.write_rows(x_TH, positions_T, slots_T, rows_PBC, cos_sin_SD)
+            return x_TH
+
+        places = token_ids_T.data_ptr(), positions_T.data_ptr(), slots_T.data_ptr()
+        key = ("rows", id(self), cache.rows_LPBC.data_ptr(), *places, len(token_ids_T))
+        self._repeat(key, previous_hidden_TH, compute, is_plain=True)
 
     def forward(
         self, previous_hidden_TH: Tensor, batch: ForwardBatch, cache: LatentCache
@@ -86,17 +100,38 @@ class MtpModule:
         each token, and it takes the place of the main model's hidden state for the next guess.
         """
         plan = replace(plan_attention(batch, batch.max_query_tokens), first_key=self._num_masked)
-        x_TH, residual_TH = self._input(batch.token_ids_T, previous_hidden_TH)
-        hidden_TH, _ = self._layer(
-            x_TH,
-            residual_TH,
-            self._head_norm_H,
-            batch,
-            plan,
-            cache.layer(self._cache_layer),
-            self._model.cos_sin_SD,
-        )
-        return hidden_TH
+
+        def compute(previous_TH: Tensor) -> Tensor:
+            x_TH, residual_TH = self._input(batch.token_ids_T, previous_TH)
+            hidden_TH, _ = self._layer(
+                x_TH,
+                residual_TH,
+                self._head_norm_H,
+                batch,
+                plan,
+                cache.layer(self._cache_layer),
+                self._model.cos_sin_SD,
+            )
+            return hidden_TH
+
+        key = ("pass", id(self), cache.rows_LPBC.data_ptr(), *batch.places())
+        return self._repeat(key, previous_hidden_TH, compute, is_plain=self._layer.is_local)
+
+    def _repeat(
+        self,
+        key: tuple[object, ...],
+        previous_TH: Tensor,
+        compute: Callable[[Tensor], Tensor],
+        *,
+        is_plain: bool,
+    ) -> Tensor:
+        """Compute, or repeat what was recorded: for few tokens, from hidden states at one place."""
+        num_tokens = len(previous_TH)
+        if not (is_plain and 0 < num_tokens <= MAX_REPEATED_TOKENS):
+            return compute(previous_TH)
+        kept_TH = self._previous_TH[:num_tokens]
+        kept_TH.copy_(previous_TH)
+        return self._kernels.repeat(key, self._model.dtype, lambda: compute(kept_TH))
 
     @property
     def expert_bytes(self) -> int:
@@ -114,8 +149,12 @@ class MtpModule:
     def _input(self, token_ids_T: Tensor, previous_hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return (normalised input of the layer, residual); embedding first, then hidden."""
         norm = self._kernels.rms_norm
-        tokens_TH = norm(self._model.embedding_VH[token_ids_T], self._token_norm_H, self._eps)
+        embedded_TH = self._kernels.embed(token_ids_T, self._model.embedding_VH)
+        tokens_TH = norm(embedded_TH, self._token_norm_H, self._eps)
         hidden_TH = norm(previous_hidden_TH, self._hidden_norm_H, self._eps)
-        both_TJ = torch.cat([tokens_TH, hidden_TH], dim=-1)
-        residual_TH = self._kernels.linear(both_TJ, self._projection)
-        return norm(residual_TH, self._layer.input_norm_H, self._eps), residual_TH
+        return self._kernels.add_rms_norm(
+            self._kernels.linear(tokens_TH, self._token_projection),
+            self._kernels.linear(hidden_TH, self._hidden_projection),
+            self._layer.input_norm_H,
+            self._eps,
+        )
