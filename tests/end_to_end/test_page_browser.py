@@ -333,6 +333,17 @@ def test_shift_enter_starts_a_line_and_enter_sends(page: Page) -> None:
     finished(page)
 
 
+def test_a_question_may_come_before_the_page_knows_its_model(
+    page: Page, engine: FakeEngine
+) -> None:
+    page.route("**/cluster*", lambda route: None)  # never answered
+    page.reload()
+    send(page, "hi")
+    finished(page)
+    assert len(engine.submitted) == 1
+    page.unroute_all(behavior="ignoreErrors")
+
+
 def test_every_stop_of_the_tab_key_is_visible(page: Page) -> None:
     send(page, "hi")
     finished(page)

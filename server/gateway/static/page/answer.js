@@ -1,6 +1,6 @@
 // One answer: ask, stream into a message of the conversation, measure, stop.
 
-import { ApiFailure, addChunk, readEvents, request, requestBody } from "./api.js";
+import { ApiFailure, addChunk, firstModel, readEvents, request, requestBody } from "./api.js";
 import { addMessage, wireMessages } from "./conversations.js";
 
 const controllers = new Map(); // conversation id -> what stops its answer
@@ -22,7 +22,8 @@ export async function ask(conversation, parent, { settings, model, key }, change
   controllers.set(conversation.id, controller);
   changed();
   try {
-    const body = requestBody(settings, model, wireMessages(conversation, parent));
+    node.model ||= await firstModel(key);
+    const body = requestBody(settings, node.model, wireMessages(conversation, parent));
     await stream(node, body, key, controller.signal, changed);
     node.state = "done";
   } catch (error) {

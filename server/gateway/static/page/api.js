@@ -63,6 +63,12 @@ function addCall(calls, delta) {
   call.arguments += delta.function?.arguments ?? "";
 }
 
+/** Name a model to ask, for a question that comes before the page knows what is served. */
+export async function firstModel(key) {
+  const response = await request("v1/models", key);
+  return (await response.json()).data[0].id;
+}
+
 /** Return a request body; throws an Error that names the setting that is wrong. */
 export function requestBody(settings, model, messages) {
   const system = settings.system.trim();
