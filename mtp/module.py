@@ -9,9 +9,9 @@ module m continues the states of module m - 1 as module 0 does h, and its slots 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,13 +53,17 @@ class MtpModule:
         self._hidden_norm_H = weights.take(f"{prefix}.hnorm.weight", (hidden,))
         name, shape = f"{prefix}.eh_proj", (hidden, 2 * hidden)
 
+        @functools.cache
+        def weight_HJ() -> Tensor:  # read once for both halves, and not at all where both are kept
+            return weights.take(f"{name}.weight", shape)
+
         def pack_half(half: int) -> Packed:
-            weight_HJ = weights.take(f"{name}.weight", shape)
-            return kernels.pack_linear(weight_HJ[:, half * hidden : (half + 1) * hidden])
+            return kernels.pack_linear(weight_HJ()[:, half * hidden : (half + 1) * hidden])
 
         # of [embedding, hidden]: halves that are added need no copy of the two side by side
         self._token_projection, self._hidden_projection = (
-            weights.packed(f"{name}.{half}", kernels, partial(pack_half, half)) for half in (0, 1)
+            weights.packed(f"{name}.{half}", kernels, functools.partial(pack_half, half))
+            for half in (0, 1)
         )
         self._layer = DecoderLayer(config, weights, self._cache_layer, kernels, placement)
         self._head_norm_H = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))
