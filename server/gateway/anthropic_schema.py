@@ -10,11 +10,10 @@ from pydantic import BaseModel, BeforeValidator, Field
 from whalepod.server.gateway.limits import (
     MAX_NUM_MESSAGES,
     MAX_NUM_STOPS,
-    MAX_NUM_TEST_STEPS,
     MAX_STOP_CHARS,
     MIN_THINKING_BUDGET_TOKENS,
 )
-from whalepod.server.gateway.schema import Schema, ShortText, flatten_content
+from whalepod.server.gateway.schema import ChatExtensions, Schema, ShortText, flatten_content
 
 
 def _as_blocks(value: object) -> object:
@@ -139,7 +138,7 @@ def _check_stop_sequences(value: object) -> object:
     return value
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, ChatExtensions):
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: (
         Annotated[
@@ -152,13 +151,3 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = None
     top_k: int | None = None
     metadata: AnthropicMetadata | None = None
-    # not Anthropic's: the same as in chats
-    min_p: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: ShortText | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None

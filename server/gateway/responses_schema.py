@@ -11,9 +11,8 @@ from whalepod.server.gateway.limits import (
     MAX_METADATA_KEY_CHARS,
     MAX_NUM_MESSAGES,
     MAX_NUM_METADATA,
-    MAX_NUM_TEST_STEPS,
 )
-from whalepod.server.gateway.schema import Schema, ShortText, flatten_content
+from whalepod.server.gateway.schema import ChatExtensions, Schema, ShortText, flatten_content
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -122,7 +121,7 @@ Metadata = Annotated[
 ]
 
 
-class ResponsesRequest(Schema):
+class ResponsesRequest(ChatExtensions):
     model: ShortText
     input: Annotated[
         list[dict[str, Any]],
@@ -153,14 +152,4 @@ class ResponsesRequest(Schema):
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     service_tier: ShortText | None = None
-    # not OpenAI's: the same as in chats
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: ShortText | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
+    top_k: int | None = None  # not OpenAI's, as those of ChatExtensions

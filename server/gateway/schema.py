@@ -237,6 +237,20 @@ class TokenizeRequest(TemplateFields):
     add_special_tokens: bool | None = None
 
 
+class ChatExtensions(Schema):
+    """Fields of chats that the Responses and Messages APIs take beyond their own."""
+
+    min_p: float | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: ShortText | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
+
+
 class AbortRequest(Schema):
     request_id: ShortText
 
