@@ -18,6 +18,7 @@ from whalepod.ep_comm.transport.shm import ShmTransport
 from whalepod.kernels.cpu import CpuKernels, Int8CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
 from whalepod.kernels.reference import ReferenceKernels
+from whalepod.models.cache import LatentCache
 from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
@@ -142,23 +143,8 @@ def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> E
             num_blocks=num_blocks,
             eos_token_ids=eos_token_ids,
         )
-    info = EngineInfo(
-        model_type=model_config.model_type,
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-        kernels=loaded.kernels.name,
-        max_model_len=limits.max_model_len,
-        vocab_size=model_config.vocab_size,
-        num_blocks=num_blocks,
-        block_tokens=BLOCK_TOKENS,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        weights_bytes=loaded.weights_bytes,
-        kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
-        load_seconds=time.monotonic() - started,
-        expert_bytes=loaded.expert_bytes,
-        num_ranks=config.parallel.expert_parallel_size,
-        speculation=describe_speculation(config.speculation, speculator),
-    )
+    speculation = describe_speculation(config.speculation, speculator)
+    info = _describe(loaded, cache, speculation, time.monotonic() - started)
     return EngineCore(
         _new_scheduler(config, num_blocks, eos_token_ids, loaded, journal),
         runner,
@@ -168,6 +154,30 @@ def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> E
         hooks=_new_hooks(config, loaded.folder, eos_token_ids),
         grammars=_new_grammars(loaded, eos_token_ids),
         journal=journal,
+    )
+
+
+def _describe(
+    loaded: LoadedModel, cache: LatentCache, speculation: str, load_seconds: float
+) -> EngineInfo:
+    """Say what the engine is, for the start-up report and the board."""
+    config, limits = loaded.engine_config, loaded.engine_config.scheduler
+    return EngineInfo(
+        model_type=loaded.config.model_type,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        kernels=loaded.kernels.name,
+        max_model_len=limits.max_model_len,
+        vocab_size=loaded.config.vocab_size,
+        num_blocks=cache.rows_LPBC.shape[1],
+        block_tokens=BLOCK_TOKENS,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        weights_bytes=loaded.weights_bytes,
+        kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
+        load_seconds=load_seconds,
+        expert_bytes=loaded.expert_bytes,
+        num_ranks=config.parallel.expert_parallel_size,
+        speculation=speculation,
     )
 
 
