@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from whalepod.scheduler.params import Constraint
+from whalepod.server.config import GrammarBackendName
 from whalepod.server.structured.interface import GrammarError
 
 MAX_REMEMBERED = 1024
@@ -29,10 +30,12 @@ class GrammarChecker:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         *,
+        backend: GrammarBackendName,
         timeout_s: float,
         start_timeout_s: float = 60.0,
     ) -> None:
         self._vocabulary = {
+            "name": backend,
             "tokenizer_json": tokenizer_json,
             "vocab_size": vocab_size,
             "eos_token_ids": list(eos_token_ids),
