@@ -13,7 +13,7 @@ from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.families.interface import CallOptions, Family, Start
 from whalepod.server.gateway.functions import Functions, ToolChoice, strict_functions
 from whalepod.server.gateway.limits import MAX_FORCED_CALLS, MAX_GRAMMAR_CHARS, MAX_NUM_CHOICE_TEXTS
-from whalepod.server.gateway.schema import ChatRequest, ResponseFormat
+from whalepod.server.gateway.schema import ChatRequest, CompletionRequest, ResponseFormat
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, one_of, quoted
 
@@ -60,6 +60,23 @@ def of_structured_outputs(fields: Mapping[str, Any] | None) -> Constraint | None
     raise invalid(path, f"{path} is not supported, or not in this form")
 
 
+def of_completion(request: CompletionRequest) -> tuple[Constraint | None, str]:
+    """Return the grammar of a raw completion, if it asks for one, and the field that does."""
+    return _either(
+        of_structured_outputs(request.structured_outputs),
+        of_response_format(request.response_format),
+    )
+
+
+def _either(
+    asked: Constraint | None, formatted: Constraint | None
+) -> tuple[Constraint | None, str]:
+    if asked is not None and formatted is not None:
+        message = "structured_outputs and response_format exclude each other"
+        raise invalid("structured_outputs", message)
+    return (formatted, "response_format") if asked is None else (asked, "structured_outputs")
+
+
 def thinking_budget(request: ChatRequest) -> int | None:
     """Return how many tokens the reasoning may have, by either name; None: as many as it likes."""
     if request.thinking_token_budget is not None or not isinstance(request.thinking, dict):
@@ -103,9 +120,7 @@ class Constraints:
         formatted = of_response_format(request.response_format)
         parallel = request.parallel_tool_calls is not False
         strict = strict_functions(request.tools)
-        param = "response_format" if asked is None else "structured_outputs"
-        if asked is not None and formatted is not None:
-            raise invalid(param, "structured_outputs and response_format exclude each other")
+        _, param = _either(asked, formatted)
         if choice.is_forced:
             if asked is not None:
                 raise invalid(
@@ -119,6 +134,7 @@ class Constraints:
                 calls = self._calls(functions, strict, choice, parallel=parallel)
                 asked = _or_calls(formatted, calls)
         elif asked is None and choice.mode == "auto":
+            self._known_family("tools need", "tools")
             return self._strict_calls(functions, strict, parallel=parallel), "tools"
         if asked is None:
             return None, param

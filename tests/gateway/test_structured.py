@@ -297,12 +297,16 @@ def test_a_grammar_beats_bias_and_ignored_ends(client: TestClient) -> None:
         ({"grammar": 'start: "x" /[0-9]{2}/'}, "x[0-9]{2}"),
         ({"grammar": 'root ::= "x" [0-9] [0-9]'}, "x[0-9]{2}"),
         ({"json": {"enum": [1, 2]}}, "[12]"),
+        (None, "[34]"),
     ],
 )
 def test_raw_completions_may_be_structured(
-    client: TestClient, fields: dict[str, Any], pattern: str
+    client: TestClient, fields: dict[str, Any] | None, pattern: str
 ) -> None:
-    text = complete(client, structured_outputs=fields, max_tokens=40, seed=2)["choices"][0]["text"]
+    asked: dict[str, Any] = {"structured_outputs": fields}
+    if fields is None:
+        asked = {"response_format": schema({"enum": [3, 4]})}
+    text = complete(client, **asked, max_tokens=40, seed=2)["choices"][0]["text"]
 
     assert re.fullmatch(pattern, text)
 
@@ -324,7 +328,7 @@ def ids_of(client: TestClient, *markers: str) -> list[int]:
 
 
 def strict_tool(name: str = "w", **fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
+    return {"type": "function", "function": {"name": name, "parameters": CITY} | fields}
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -358,6 +362,20 @@ def test_an_answer_without_a_call_is_free_text_with_strict_functions(client: Tes
 
     assert strict["message"] == loose["message"]
     assert strict["message"]["content"]
+
+
+def test_what_strict_asks_for_is_enforced_as_a_whole_or_refused(client: TestClient) -> None:
+    parameters = CITY | {"not": {"required": ["town"]}}
+    body = {"model": "tiny", "messages": [user("hi")], "max_tokens": 1}
+
+    for choice in ("auto", "required"):
+        body["tool_choice"] = choice
+        body["tools"] = [tool(parameters=parameters)]
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        body["tools"] = [strict_tool(strict=True, parameters=parameters)]
+        error = error_of(client.post("/v1/chat/completions", json=body), 400)
+        assert error["param"] == "tools"
+        assert "not" in error["message"]
 
 
 @pytest.mark.parametrize("strict", [1, "yes"])
