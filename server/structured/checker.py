@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import orjson
 from whalepod.scheduler.params import Constraint
 from whalepod.server.config import GrammarBackendName
 from whalepod.server.structured.interface import GrammarError
+from whalepod.server.structured.worker import MAX_CPU_S
 
 MAX_REMEMBERED = 1024
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -77,7 +79,10 @@ class GrammarChecker:
             await self.close()
             return f"it takes more than {self._timeout_s:g} s to compile"
         except (EOFError, ConnectionError):
+            code = await process.wait()
             await self.close()
+            if code == -signal.SIGXCPU:
+                return f"it takes more than {MAX_CPU_S} s to compile"
             return "it takes too much memory to compile"
         except asyncio.CancelledError:  # the client left: the worker's answer is nobody's
             await self.close()

@@ -110,6 +110,8 @@ def _refuse_repeated_repeat(pattern: str) -> None:
 
 def _explain(text: str) -> str:
     """Return what a library's message says: a picture of the place and a dump of state follow."""
+    if "NoExtensionBias" in text:
+        return "no text fulfils it"
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *reasons[:1]])[:300]

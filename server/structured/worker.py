@@ -6,6 +6,7 @@ constraint at a time, answered by {"error": null or text}. Whoever waits too lon
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from whalepod.scheduler.params import Constraint
 from whalepod.server.structured.backends import new_compiler
 from whalepod.server.structured.interface import Compiler, GrammarError
 
+MAX_CPU_S = 2
+"""Of one grammar, counted in whole seconds: wall time says little on a busy machine."""
 MAX_MEMORY_BYTES = 2 * 1024**3
 """Of addresses, beside what the library has taken when it is loaded."""
 
@@ -36,7 +39,15 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     _answer({})
     for line in sys.stdin.buffer:
+        _allow_cpu_time()
         _answer({"error": check(compiler, Constraint(**orjson.loads(line)))})
+
+
+def _allow_cpu_time() -> None:
+    """Let the kernel end this process (SIGXCPU) when the next grammar takes too long."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used_s = math.ceil(usage.ru_utime + usage.ru_stime)
+    resource.setrlimit(resource.RLIMIT_CPU, (used_s + MAX_CPU_S, resource.RLIM_INFINITY))
 
 
 def _address_bytes() -> int:
