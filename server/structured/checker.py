@@ -16,7 +16,7 @@ import orjson
 
 from whalepod.scheduler.params import Constraint
 from whalepod.server.config import GrammarBackendName
-from whalepod.server.structured.interface import GrammarError
+from whalepod.server.structured.interface import CompilerUnavailableError, GrammarError
 from whalepod.server.structured.worker import MAX_CPU_S
 
 MAX_REMEMBERED = 1024
@@ -34,7 +34,7 @@ class GrammarChecker:
         *,
         backend: GrammarBackendName,
         timeout_s: float,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 120.0,
     ) -> None:
         self._vocabulary = {
             "name": backend,
@@ -49,7 +49,10 @@ class GrammarChecker:
         self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
 
     async def check(self, constraint: Constraint) -> None:
-        """Return if the grammar can be compiled; GrammarError says why not."""
+        """Return if the grammar can be compiled; GrammarError says why not.
+
+        Raises CompilerUnavailableError when the worker cannot be started.
+        """
         key = (constraint.kind, constraint.grammar)
         if key not in self._verdicts:
             async with self._lock:
@@ -103,6 +106,9 @@ class GrammarChecker:
             try:
                 async with asyncio.timeout(self._start_timeout_s):
                     await _exchange(self._process, self._vocabulary)
+            except (TimeoutError, EOFError, ConnectionError) as error:
+                await self.close()
+                raise CompilerUnavailableError("the grammar compiler does not start") from error
             except BaseException:
                 await self.close()
                 raise

@@ -231,6 +231,22 @@ def test_a_schema_that_explodes_is_refused_in_time(
     assert complete(client, structured_outputs={"regex": "ab"})["choices"][0]["text"] == "ab"
 
 
+def test_a_compiler_that_does_not_start_is_a_503(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = client.app.state.gateway  # type: ignore[attr-defined]
+    broken = gateway._new_checker()
+    broken._vocabulary["tokenizer_json"] = "{"
+    monkeypatch.setattr(gateway, "_grammars", broken)
+    body = {"prompt": "hi", "structured_outputs": {"regex": "a"}}
+
+    response = client.post("/v1/completions", json=body)
+
+    assert error_of(response, 503)["code"] == "compiler_unavailable"
+    assert response.headers["retry-after"]
+    assert broken._process is None
+
+
 def test_B047_references_into_arrays_are_followed(client: TestClient) -> None:
     item = {"type": "object", "properties": {"n": {"enum": ["a", "b"]}}, "required": ["n"],
             "additionalProperties": False}  # fmt: skip
