@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.counted_rank import Sent, read_sent
 from tests.engine.test_launch import cpu_seconds, is_alive
 from tests.equality import assert_bit_equal
 from whalepod.models.synthetic import synthesize
@@ -155,6 +156,33 @@ def test_ranks_answer_with_the_bits_of_one_engine_and_then_sleep(
     assert own[0] == own[1]
     with Engine(nano, dtype="fp32", batch_invariant=True, num_threads=1) as whole:
         assert sum(own) == whole._core.info.expert_bytes
+
+
+@pytest.mark.parametrize(
+    ("is_exact", "bulk"), [(True, "LowLatency"), (False, "Throughput")], ids=["exact", "fast"]
+)
+def test_a_dispatch_sends_exactly_the_bytes_that_the_layout_predicts(
+    nano: str, sockets: Path, is_exact: bool, bulk: str
+) -> None:
+    config = config_of(nano)
+    config = replace(config, device=replace(config.device, batch_invariant=is_exact))
+    submits = requests(12)
+
+    async def scenario(group: RankGroup) -> list[list[Sent]]:
+        async with routed(group) as router:
+            await asyncio.gather(*(answer(router, submit) for submit in submits))
+            return [read_sent(group._folder, rank) for rank in range(NUM_RANKS)]
+
+    with RankGroup(config, module="tests.cluster.counted_rank") as group:
+        by_rank = asyncio.run(scenario(group))
+    assert len(by_rank[0]) == len(by_rank[1]), "all ranks dispatch in the same layers"
+    for sent in by_rank:
+        assert {one.mode for one in sent} == {"LowLatency", bulk}
+        assert [one.sent for one in sent] == [one.predicted for one in sent]
+        for rank in range(NUM_RANKS):
+            assert sum(one.sent[rank] for one in sent) > 0, f"nothing went to rank {rank}"
+    # more than a decode step: those went through the mode for many tokens
+    assert max(one.num_tokens for one in by_rank[0] if one.mode == bulk) > 32
 
 
 @dataclass(frozen=True)
