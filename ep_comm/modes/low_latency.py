@@ -242,12 +242,14 @@ class LowLatency:
 
         Keeps this rank in step with the others after its own step raised.
         """
-        for epoch in sorted(self._live):
-            self._signal_abort(self._regions.combine_words, epoch)
-        self._live.clear()
         self._epoch += 1
-        for words in (self._regions.dispatch_words, self._regions.combine_words):
-            self._signal_abort(words, self._epoch)
+        for epoch in (
+            *sorted(self._live),
+            self._epoch,
+        ):  # a live one may have raised as it was sent
+            for words in (self._regions.dispatch_words, self._regions.combine_words):
+                self._signal_abort(words, epoch)
+        self._live.clear()
 
     def resume(self, call: int) -> None:
         """Number the next dispatch `call`, on all ranks, after they synchronised.
