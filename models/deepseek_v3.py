@@ -70,8 +70,7 @@ class DeepseekV3:
         """
         plan = plan_attention(batch, self._absorbed_max_query_tokens)
         is_plain = plan.absorbed is not None and plan.absorbed.tokens_T is None
-        is_local = all(layer.is_local for layer in self._layers)
-        if not (is_plain and is_local and len(batch.token_ids_T) <= MAX_REPEATED_TOKENS):
+        if not (is_plain and len(batch.token_ids_T) <= MAX_REPEATED_TOKENS):
             return self._compute(batch, plan, cache)
         key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
         return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, plan, cache))
@@ -142,11 +141,6 @@ class DecoderLayer:
             self._mlp = GatedMlp(
                 hidden, config.intermediate_size, weights, f"{prefix}.mlp", kernels
             )
-
-    @property
-    def is_local(self) -> bool:
-        """Whether a forward pass stays within `Kernels`: that of experts elsewhere does not."""
-        return self._mlp.is_local
 
     def __call__(
         self,

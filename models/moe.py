@@ -27,7 +27,6 @@ class GatedMlp:
             return kernels.pack_gated_mlp(torch.cat([gate, up]), down)
 
         self._packed = weights.packed(prefix, kernels, pack)
-        self.is_local = True
 
     def __call__(self, x_TH: Tensor, add_to_TH: Tensor | None = None) -> Tensor:
         return self._kernels.gated_mlp(x_TH, self._packed, add_to_TH)
@@ -79,15 +78,15 @@ class MixtureOfExperts:
         )
         self.expert_bytes = sum(tensor.nbytes for tensor in kernels.packed_parts(packed)[0])
         self._routed = placement.routed(packed, prefix)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether this rank has all experts, and calls nothing but `Kernels`."""
-        return isinstance(self._routed, LocalExperts) and self._routed.owns_all
+        # calls nothing but `Kernels`
+        self._is_local = isinstance(self._routed, LocalExperts) and self._routed.owns_all
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         ids_TK, weights_TK = self._kernels.route(x_TH, self._router, self._bias_E, self._gate)
-        y_TH = self._routed(x_TH, ids_TK, weights_TK)
+        if self._is_local:
+            y_TH = self._routed(x_TH, ids_TK, weights_TK)
+        else:
+            y_TH = self._kernels.outside(lambda: self._routed(x_TH, ids_TK, weights_TK), x_TH)
         return y_TH if self._shared is None else self._shared(x_TH, add_to_TH=y_TH)
 
     def join(self, x_0H: Tensor) -> None:

@@ -93,7 +93,7 @@ class MtpModule:
 
         places = token_ids_T.data_ptr(), positions_T.data_ptr(), slots_T.data_ptr()
         key = ("rows", id(self), cache.rows_LPBC.data_ptr(), *places, len(token_ids_T))
-        self._repeat(key, previous_hidden_TH, compute, is_plain=True)
+        self._repeat(key, previous_hidden_TH, compute)
 
     def forward(
         self, previous_hidden_TH: Tensor, batch: ForwardBatch, cache: LatentCache
@@ -119,19 +119,17 @@ class MtpModule:
             return hidden_TH
 
         key = ("pass", id(self), cache.rows_LPBC.data_ptr(), *batch.places())
-        return self._repeat(key, previous_hidden_TH, compute, is_plain=self._layer.is_local)
+        return self._repeat(key, previous_hidden_TH, compute)
 
     def _repeat(
         self,
         key: tuple[object, ...],
         previous_TH: Tensor,
         compute: Callable[[Tensor], Tensor],
-        *,
-        is_plain: bool,
     ) -> Tensor:
         """Compute, or repeat what was recorded: for few tokens, from hidden states at one place."""
         num_tokens = len(previous_TH)
-        if not (is_plain and 0 < num_tokens <= MAX_REPEATED_TOKENS):
+        if not 0 < num_tokens <= MAX_REPEATED_TOKENS:
             return compute(previous_TH)
         kept_TH = self._previous_TH[:num_tokens]
         kept_TH.copy_(previous_TH)
