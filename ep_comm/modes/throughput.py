@@ -132,7 +132,9 @@ class Throughput:
         count_R = routing.count_RR[:, self.group.rank]
         first_R = (count_R.cumsum(0) - count_R).tolist()
         num_rows = int(count_R.sum())
-        rows = RowsByArrival(self.config, num_static_rows or num_rows)
+        rows = RowsByArrival(
+            self.config, self.group.rank, num_static_rows or num_rows, self._kernels
+        )
         turn = Turn(self._num_dispatches, 0)
         while turn.chunk < routing.num_chunks and not (status and status.must_stop):
             self._open_dispatch = turn
@@ -147,7 +149,7 @@ class Throughput:
         self._open_dispatch = None
         if status.must_stop:
             self._routes.give_up_dispatch(turn)
-        return rows.finish(self.config, self.group.rank, num_rows, routing, status)
+        return rows.finish(num_rows, routing, status)
 
     # -- combine -------------------------------------------------------------------------------
 
@@ -173,7 +175,7 @@ class Throughput:
         if len(routing.received) < routing.num_chunks:
             raise ValueError("the dispatch of this routing did not end well: abort the step")
         self._num_combines += 1
-        sums = TokenSums(len(routing.ids_TK), self.config)
+        sums = TokenSums.zeros(len(routing.ids_TK), self.config)
         first_R = self._first_rows(routing)
         turn, status = Turn(self._num_combines, 0), None
         while turn.chunk < routing.num_chunks and not (status and status.must_stop):
