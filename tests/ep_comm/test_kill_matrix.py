@@ -68,8 +68,12 @@ class Cell:
         return f"{self.name}-{self.mode}-{self.victim}-{self.point}-{self.fault.name}"
 
     def die(self, rank: int) -> Die:
+        has_acted = False
+
         def act(step: int, point: str) -> None:
-            if (rank, step, point) == (self.victim, FATAL_STEP, self.point):
+            nonlocal has_acted
+            if (rank, step, point) == (self.victim, FATAL_STEP, self.point) and not has_acted:
+                has_acted = True  # a throughput step comes to a point once per chunk
                 os.kill(os.getpid(), self.fault)
 
         return act
