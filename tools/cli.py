@@ -35,6 +35,7 @@ from whalepod.tools.bench.config import (
 from whalepod.tools.bench.decode import DecodeConfig
 from whalepod.tools.bench.ep import EpConfig
 from whalepod.tools.bench.prefill import PrefillConfig
+from whalepod.tools.bench.ranks import RanksConfig
 from whalepod.tools.client import ClientError
 from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
 from whalepod.tools.doctor import DoctorConfig
@@ -180,6 +181,16 @@ def bench_ep(config: EpConfig) -> int:
     return run(config)
 
 
+def bench_ranks(engine: EngineConfig, config: RanksConfig) -> int:
+    """Measure decoding with --expert-parallel-size beside one engine with all threads.
+
+    MODEL is loaded by both, and both answer the same prompts in turns. No server is needed.
+    """
+    from whalepod.tools.bench.ranks import bench_ranks as run
+
+    return run(engine, config)
+
+
 def synth(config: SynthConfig) -> int:
     """Write a checkpoint with random weights, to test and to measure with."""
     from whalepod.tools.synth import main as run
@@ -292,6 +303,16 @@ def make_app() -> App:
         env_fields=(),
     )
     add_command(bench, bench_ep, EpConfig, name="ep", groups=GROUPS, env_fields=())
+    add_command(
+        bench,
+        bench_ranks,
+        EngineConfig,
+        RanksConfig,
+        name="ranks",
+        groups=GROUPS,
+        positional=("model",),
+        env_fields=(),
+    )
     add_command(
         bench,
         bench_prefill,
