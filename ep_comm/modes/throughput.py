@@ -129,22 +129,21 @@ class Throughput:
         status: CallStatus | None,
     ) -> Received:
         self._num_dispatches += 1
+        turn = self._open_dispatch = Turn(self._num_dispatches, 0)
         count_R = routing.count_RR[:, self.group.rank]
         first_R = (count_R.cumsum(0) - count_R).tolist()
         num_rows = int(count_R.sum())
         rows = RowsByArrival(
             self.config, self.group.rank, num_static_rows or num_rows, self._kernels
         )
-        turn = Turn(self._num_dispatches, 0)
         while turn.chunk < routing.num_chunks and not (status and status.must_stop):
-            self._open_dispatch = turn
             deadline_ms = self.group.deadline(timeout_ms)
             self._chunks.send(turn, tokens, routing)
             status = self._chunks.forward(turn, routing, deadline_ms)
             last_ms = deadline_ms + self._grace(timeout_ms)
             arrived = self._chunks.receive(turn, rows, first_R, routing, last_ms)
             status = merge(status, arrived)
-            turn = turn.next()
+            turn = self._open_dispatch = turn.next()
         assert status is not None
         self._open_dispatch = None
         if status.must_stop:
@@ -175,17 +174,17 @@ class Throughput:
         if len(routing.received) < routing.num_chunks:
             raise ValueError("the dispatch of this routing did not end well: abort the step")
         self._num_combines += 1
+        turn = self._open_combine = Turn(self._num_combines, 0)
         sums = TokenSums.zeros(len(routing.ids_TK), self.config)
         first_R = self._first_rows(routing)
-        turn, status = Turn(self._num_combines, 0), None
+        status: CallStatus | None = None
         while turn.chunk < routing.num_chunks and not (status and status.must_stop):
-            self._open_combine = turn
             deadline_ms = self.group.deadline(timeout_ms)
             self._chunks.give_back(turn, y_NH, weights_NK, first_R, routing)
             status = self._chunks.reduce(turn, routing, deadline_ms)
             last_ms = deadline_ms + self._grace(timeout_ms)
             status = merge(status, self._chunks.add(turn, sums, routing, last_ms))
-            turn = turn.next()
+            turn = self._open_combine = turn.next()
         assert status is not None
         self._open_combine = None
         if status.must_stop:
