@@ -93,6 +93,8 @@ class LowLatency:
         self.outbox = Outbox(group, regions.staging)
         self._epoch = 0
         self._live: set[int] = set()
+        self._half_sent: int | None = None
+        """The call whose dispatch has raised, or may raise, before all ranks were sent to."""
         heap, ranks = group.transport.heap, config.num_ranks
         self._dispatch_format, self._combine_format = config.dispatch_format, config.combine_format
         self._received = regions.dispatch_rows.view(heap).view(
@@ -148,7 +150,7 @@ class LowLatency:
         self._check_input(x_TH, ids_TK, weights_TK)
         config = self.config
         is_in_TR = self._kernels.destinations(ids_TK, config.num_experts, config.num_ranks)
-        epoch = self._begin_epoch()
+        epoch = self._half_sent = self._begin_epoch()
         self._live.add(epoch)
         self.outbox.begin()
         offset, blocks = self._open_dispatch(epoch)
@@ -159,6 +161,7 @@ class LowLatency:
             if block is not None:
                 num_bytes = count * self._dispatch_bytes
                 self.outbox.send(rank, offset, block, num_bytes, word, epoch, count)
+        self._half_sent = None
         return DispatchInFlight(self, epoch, ids_TK, x_TH.dtype)
 
     def receive_dispatch(
@@ -252,12 +255,12 @@ class LowLatency:
         Keeps this rank in step with the others after its own step raised.
         """
         self._epoch += 1
-        for epoch in (
-            *sorted(self._live),
-            self._epoch,
-        ):  # a live one may have raised as it was sent
-            for words in (self._regions.dispatch_words, self._regions.combine_words):
-                self._signal_abort(words, epoch)
+        if self._half_sent is not None:
+            self._signal_abort(self._regions.dispatch_words, self._half_sent)
+        self._signal_abort(self._regions.dispatch_words, self._epoch)
+        for epoch in (*sorted(self._live), self._epoch):
+            self._signal_abort(self._regions.combine_words, epoch)
+        self._half_sent = None
         self._live.clear()
 
     def resume(self, call: int) -> None:
@@ -269,6 +272,7 @@ class LowLatency:
         if call <= self._epoch:
             raise ValueError(f"call {call} must be above {self._epoch}, which was used")
         self._live.clear()
+        self._half_sent = None
         self._epoch = call - 1
         self.group.culprit = None
 

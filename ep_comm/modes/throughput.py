@@ -190,7 +190,7 @@ class Throughput:
         if status.must_stop:
             self._routes.give_up_combine(turn)
         for term_TH in bias:
-            sums.y_TH += term_TH.float()
+            sums.y_TH.add_(term_TH.float())
         y_TH = sums.y_TH.to(self.config.combine_format.torch_dtype)
         return y_TH, None if weights_NK is None else sums.weights_TK, status
 
