@@ -198,7 +198,9 @@ class Mishap:
     action: str
 
     def cause(self, group: RankGroup) -> None:
-        (group._folder / "mishap").write_text(f"{self.rank}|{self.place}|{self.action}")
+        written = group._folder / "mishap.new"
+        written.write_text(f"{self.rank}|{self.place}|{self.action}")
+        written.rename(group._folder / "mishap")  # ranks see all of it
 
     def has_happened(self, group: RankGroup) -> bool:
         return not (group._folder / "mishap").exists()
