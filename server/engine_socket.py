@@ -69,14 +69,20 @@ class EngineSocket:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             reason = why_ended()
-            if self._socket.poll(POLL_MS):  # looked at once more after the end: last words
-                self._info = self._first_message()
-                return self._info
+            if (info := self.take_info(POLL_MS)) is not None:  # even after the end: last words
+                return info
             if reason is not None:
                 raise StartupError(f"{reason} before it was ready")
             if (reason := why_stop()) is not None:
                 raise StartupError(reason)
         raise StartupError(f"{self._name} was not ready after {timeout_s:.0f} s")
+
+    def take_info(self, timeout_ms: int) -> EngineInfo | None:
+        """Return what the engine says when it can serve; None: not yet. Raises StartupError."""
+        if not self._socket.poll(timeout_ms):
+            return None
+        self._info = self._first_message()
+        return self._info
 
     def last_words(self) -> str | None:
         """Return why the engine could not start, if it has said so."""
@@ -94,7 +100,9 @@ class EngineSocket:
 
     def close(self) -> None:
         if self._monitor is not None:
-            self._socket.disable_monitor()
+            if not self._socket.closed:
+                self._socket.disable_monitor()
+            self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
 
