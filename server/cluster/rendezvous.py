@@ -74,6 +74,7 @@ def meet(
 def _meet(
     store: GroupStore, plan: NodePlan, settings: Mapping[str, str], model: str, waiting: Waiting
 ) -> Roster:
+    _raise_if_ended(store)
     described = {"settings": dict(settings), "model": model, "address": store.address}
     if plan.is_leader:
         store.set("leader", json.dumps(described))

@@ -41,7 +41,9 @@ class Waiting:
         if (reason := self._why_stop()) is not None:
             raise StartupError(reason)
         passed_s = self._clock() - self._started
+        if passed_s >= self.timeout_s:
+            return False
         if passed_s >= self._next_word_s:
             self._next_word_s = passed_s + NEXT_WORD_S
             logger.info("waiting for %s, %.0f s of %g s", what, passed_s, self.timeout_s)
-        return passed_s < self.timeout_s
+        return True
