@@ -199,11 +199,12 @@ def _environment(num_threads: int) -> dict[str, str]:
 
     The pools read their sizes when they are imported, so they are set before the process starts.
     Threads that wait sleep instead of spinning: the gateway, and whoever else shares the cores,
-    would otherwise hold up every parallel region for a scheduler quantum.
+    would otherwise hold up every parallel region for a scheduler quantum. torch's C++ parts warn of
+    addresses without a name.
     """
     threads = str(num_threads or available_cores())
     return (
-        {"OMP_WAIT_POLICY": "passive"}
+        {"OMP_WAIT_POLICY": "passive", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         | os.environ
         | {
             "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),

@@ -23,7 +23,7 @@ from whalepod.server.errors import StartupError
 
 RETRY_S = 0.2
 BEAT_S = 1.0
-SILENCE_S = 15.0
+SILENCE_S = 30.0
 """A launcher that was not heard of for so long is lost, its machine probably too."""
 LEADER = 0
 

@@ -6,11 +6,12 @@ holds it (machine 0, or torchrun's agent) is the one without whom nobody goes on
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from queue import SimpleQueue
 from types import TracebackType
@@ -25,6 +26,7 @@ from whalepod.server.errors import GroupLost, StartupError
 T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0
 """A store that does not answer for so long is lost."""
+LOOK_S = 0.1
 CLOSE_TIMEOUT_S = 1.0
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 0.5
@@ -88,12 +90,23 @@ class GroupStore:
             future: Future[T] = Future()
             self._calls.put((function, future))
             try:
-                return future.result(self._timeout_s)
+                return self._wait(future)
             except TimeoutError:
                 self._lost = f"the store at {self.where} has not answered for {self._timeout_s:g} s"
             except RuntimeError as error:  # torch's, of several kinds
                 self._lost = f"the store at {self.where} is gone ({_first_line(error)})"
         raise StoreLost(self._lost)
+
+    def _wait(self, future: Future[T]) -> T:
+        """Return the result; TimeoutError after so many looks that they take the deadline.
+
+        Looks are counted, not seconds: a process that was stopped, or whose interpreter a compiler
+        held for long, must not blame the store.
+        """
+        for _ in range(math.ceil(self._timeout_s / LOOK_S)):
+            if future in wait([future], LOOK_S).done:
+                return future.result()
+        raise TimeoutError
 
     def _run_calls(self) -> None:
         while (call := self._calls.get()) is not None:

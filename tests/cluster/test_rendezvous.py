@@ -267,7 +267,7 @@ def test_a_machine_that_falls_silent_ends_the_group(
         assert watch.look() is None
     now += SILENCE_S + 1.0
     end = watch.look()
-    assert end == End(1, f"the machine of {silent} (127.0.0.1) is silent for 15 s")
+    assert end == End(1, f"the machine of {silent} (127.0.0.1) is silent for 30 s")
     assert other.look() == end
 
 
