@@ -14,6 +14,7 @@ from whalepod.ep_comm.transport import gloo
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.shm import ShmTransport
 from whalepod.server.cluster.seat import Seat, prepare_heaps
+from whalepod.server.cluster.store import connect_library
 from whalepod.server.errors import StartupError
 
 T = TypeVar("T")
@@ -25,14 +26,12 @@ LOOPBACK = "127.0.0.1"
 def open_transport(
     seat: Seat,
     heap_bytes: int,
-    store: Store | None,
     *,
     patience_ms: float,
     on_arrival: Callable[[], None],
 ) -> Transport:
     """Open it; returns when all ranks are connected, where they have to be. Raises StartupError.
 
-    store        of several machines; None: all ranks are on this one
     patience_ms  how long a peer may take no data; shorter than the deadline of a dispatch
     on_arrival   called when another rank has set a signal, from any thread, if the transport can
     """
@@ -40,13 +39,20 @@ def open_transport(
         if seat.transport == "shm":
             prepare_heaps(seat, heap_bytes)
             return ShmTransport(seat.rank, seat.heap_descriptors)
-        if store is None:
-            store = FileStore(str(Path(seat.folder) / "transport"), seat.num_ranks)
+        store = _open_store(seat)
         if seat.transport == "gloo":
             return _open_gloo(seat, heap_bytes, store, patience_ms, on_arrival)
         return _open_on_gpu(seat, heap_bytes, store)
     except (RuntimeError, ValueError) as error:
         raise StartupError(str(error)) from error
+
+
+def _open_store(seat: Seat) -> Store:
+    """Return what the transport's own rendezvous goes over."""
+    meeting = seat.meeting
+    if meeting is None:
+        return FileStore(str(Path(seat.folder) / "transport"), seat.num_ranks)
+    return connect_library(meeting.host, meeting.port, meeting.attempt, meeting.timeout_s)
 
 
 def _open_gloo(

@@ -174,7 +174,6 @@ class RankBuilder:
         transport = open_transport(
             self._seat,
             heap.layout.num_bytes,
-            self._store.raw if self._store else None,
             patience_ms=timeout_ms / 2,
             on_arrival=self._bells.ring_own,
         )

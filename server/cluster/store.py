@@ -39,7 +39,6 @@ class StoreLost(GroupLost):
 class GroupStore:
     """Words by name, on the machine where the store runs. Any thread may call.
 
-    raw      for libraries that bring their own parts of a group together over it
     where    "address:port", for people
     address  of this machine on the way to the store: where others reach it
     """
@@ -47,7 +46,7 @@ class GroupStore:
     def __init__(
         self, raw: Store, where: str, address: str, *, timeout_s: float = CALL_TIMEOUT_S
     ) -> None:
-        self.raw = raw
+        self._raw = raw
         self.where = where
         self.address = address
         self._timeout_s = timeout_s
@@ -73,16 +72,16 @@ class GroupStore:
         """Return the word, or None if nobody has set it."""
 
         def read() -> str | None:
-            return self.raw.get(key).decode() if self.raw.check([key]) else None
+            return self._raw.get(key).decode() if self._raw.check([key]) else None
 
         return self._call(read)
 
     def set(self, key: str, value: str) -> None:
-        self._call(lambda: self.raw.set(key, value))
+        self._call(lambda: self._raw.set(key, value))
 
     def claim(self, key: str, value: str) -> str:
         """Set the word if nobody has; return what it is."""
-        found = self._call(lambda: self.raw.compare_set(key, "", value))
+        found = self._call(lambda: self._raw.compare_set(key, "", value))
         return bytes(found).decode()
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -127,14 +126,26 @@ def open_store(plan: NodePlan, waiting: Waiting) -> GroupStore:
 
 def connect(host: str, port: int, attempt: str, address: str) -> GroupStore:
     """Connect to a store that is known to answer. `address`: see `GroupStore`."""
-    timeout = timedelta(seconds=CALL_TIMEOUT_S)
+    return GroupStore(
+        connect_library(host, port, attempt, CALL_TIMEOUT_S), f"{host}:{port}", address
+    )
+
+
+def connect_library(host: str, port: int, attempt: str, timeout_s: float) -> Store:
+    """Return a connection for a library that brings its own part of a group together over it.
+
+    It has to be one of its own: a library that waits for a word holds the connection meanwhile.
+    Raises StartupError.
+    """
     try:
-        raw = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        raw = TCPStore(
+            host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
+        )
     except RuntimeError as error:
         raise StartupError(
             f"the store at {host}:{port} cannot be used ({_first_line(error)})"
         ) from error
-    return GroupStore(PrefixStore(f"whalepod/{attempt}", raw), f"{host}:{port}", address)
+    return PrefixStore(f"whalepod/{attempt}", raw)
 
 
 def _host(plan: NodePlan) -> GroupStore:

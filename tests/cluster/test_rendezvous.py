@@ -30,7 +30,13 @@ from whalepod.server.cluster.rendezvous import (
     read_end,
     wait_until_left,
 )
-from whalepod.server.cluster.store import GroupStore, StoreLost, connect, open_store
+from whalepod.server.cluster.store import (
+    GroupStore,
+    StoreLost,
+    connect,
+    connect_library,
+    open_store,
+)
 from whalepod.server.cluster.store_membership import StoreMembership
 from whalepod.server.cluster.waiting import Waiting
 from whalepod.server.errors import StartupError
@@ -214,6 +220,20 @@ def test_a_store_that_does_not_answer_is_lost_at_the_deadline(
         foreign_store.send_signal(signal.SIGCONT)
         with pytest.raises(StoreLost):
             store.get("a")  # whoever called it lost does not change his mind
+
+
+def test_a_library_that_waits_for_a_word_holds_up_nobody(
+    foreign_store: subprocess.Popen[str],
+) -> None:
+    port = port_of(foreign_store)
+    with connect(LOOPBACK, port, "0", LOOPBACK) as store, ThreadPoolExecutor(1) as pool:
+        library = connect_library(LOOPBACK, port, "0", 60.0)
+        word = pool.submit(library.get, "late")
+        store.set("a", "1")
+        assert store.get("a") == "1"
+        assert not word.done()
+        store.set("late", "2")
+        assert word.result(20.0) == b"2"
 
 
 def test_one_of_many_that_commit_at_once_succeeds(stores: tuple[GroupStore, GroupStore]) -> None:
