@@ -71,8 +71,14 @@ def work(engine: EngineConfig, plan: NodePlan) -> int:
 
     _begin()
     stop = threading.Event()
+
+    def tell(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, tell)
     _note(f"worker: ranks {list(plan.ranks)} of {plan.num_ranks} ({plan.source})")
     run_worker(engine, plan, find_model(engine), stop)
     return 0
@@ -238,22 +244,29 @@ def _run_gateway(
 
     async def run() -> None:
         async with process.channel() as upstream:
-            stopping = asyncio.create_task(_stop_when_ended(process))
+            told_to_stop = asyncio.Event()
+            watch = asyncio.create_task(_tell_to_stop(process, told_to_stop))
             try:
                 await serve_http(
-                    gateway, upstream, tokenizer, default_params=read_default_params(folder)
+                    gateway,
+                    upstream,
+                    tokenizer,
+                    default_params=read_default_params(folder),
+                    told_to_stop=told_to_stop,
                 )
             finally:
-                stopping.cancel()
+                watch.cancel()
 
     uvloop.run(run())
 
 
-async def _stop_when_ended(process: EngineProcess | RankGroup | Leader) -> None:
-    """Let the gateway stop as a signal does once its ranks have ended for good."""
-    while _why_ended(process) is None:
+async def _tell_to_stop(
+    process: EngineProcess | RankGroup | Leader, told_to_stop: asyncio.Event
+) -> None:
+    """Let the gateway stop when another machine asks for it, or when the ranks have ended."""
+    while not getattr(process, "is_told_to_stop", False):
         await asyncio.sleep(END_POLL_S)
-    signal.raise_signal(signal.SIGTERM)
+    told_to_stop.set()
 
 
 def _warn_if_open(gateway: GatewayConfig) -> None:

@@ -90,6 +90,7 @@ class Leader:
         self._stack = ExitStack()
         self._closing = threading.Event()
         self._end: End | None = None
+        self._asked: str | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -105,7 +106,7 @@ class Leader:
             stack.callback(thread.join)
             stack.callback(self._closing.set)
             stack.enter_context(self._local)
-            stack.callback(self._conclude, End(0, "machine 0 was told to stop"))
+            stack.callback(self._stop)
             try:
                 self._start(stack)
             except StartupError as error:
@@ -148,8 +149,8 @@ class Leader:
                         one.socket.watch_connection()
                         heard.append(one)
             pending = [one for one in pending if one not in heard]
-            if end is not None:
-                raise StartupError(end.reason)
+            if end is not None or self._asked is not None:
+                raise StartupError(end.reason if end else str(self._asked))
             if time.monotonic() > deadline:
                 names = ", ".join(str(one.rank) for one in pending)
                 raise StartupError(f"ranks {names} not ready after {self._start_timeout_s:.0f} s")
@@ -176,6 +177,11 @@ class Leader:
     def end(self) -> End | None:
         """Why the group has ended; None while it serves."""
         return self._end
+
+    @property
+    def is_told_to_stop(self) -> bool:
+        """Say whether to take no more requests: a machine asks for the end, or it has come."""
+        return self._end is not None or self._asked is not None
 
     def process(self, rank: int) -> LeaderRank:
         return self._ranks[rank]
@@ -218,13 +224,16 @@ class Leader:
         watch = NodeWatch(self._party.store, self._plan, self._party.roster)
         while self._end is None and not self._closing.wait(BEAT_S / 2):
             try:
-                end = watch.look()
+                end, self._asked = watch.look(), watch.why_stop()
             except GroupLost as error:
                 end = End(1, str(error))
             if end is not None:
                 self._end = end
             elif (reason := self._local.why_ended()) is not None:
                 self._conclude(End(1, reason))
+
+    def _stop(self) -> None:
+        self._conclude(End(0, self._asked or "machine 0 was told to stop"))
 
     def _conclude(self, end: End) -> None:
         """End the group with this reason, unless there is one already."""

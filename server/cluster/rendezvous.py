@@ -164,6 +164,11 @@ def read_end(store: GroupStore) -> End | None:
     return None if text is None else End(*json.loads(text))
 
 
+def ask_to_stop(store: GroupStore, reason: str) -> None:
+    """Ask machine 0 to finish what runs, and then to end the group."""
+    store.claim("stop", reason)
+
+
 def leave(store: GroupStore, plan: NodePlan) -> None:
     """Say that this launcher needs the store no longer."""
     store.set(f"left/{plan.first_rank}", "1")
@@ -213,6 +218,10 @@ class NodeWatch:
             return end
         reason = self._silent() or self._removed()
         return None if reason is None else end_group(self._store, End(1, reason))
+
+    def why_stop(self) -> str | None:
+        """Say why a machine has asked for the end; None: nobody has."""
+        return self._store.get("stop")
 
     def _silent(self) -> str | None:
         """Say which launcher is not heard of any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 
 from whalepod.server.cluster.launcher import Party, met
@@ -13,6 +14,7 @@ from whalepod.server.cluster.rendezvous import (
     BEAT_S,
     End,
     NodeWatch,
+    ask_to_stop,
     end_group,
     leave,
     wait_for_address,
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_worker(config: EngineConfig, plan: NodePlan, folder: Path, stop: threading.Event) -> None:
-    """Start this machine's ranks and stay until the group ends or `stop` is set.
+    """Start this machine's ranks and stay until the group ends; `stop` asks for that.
 
     Returns when somebody asked for the end. Raises StartupError and GroupLost, one sentence.
     """
@@ -50,16 +52,17 @@ def run_worker(config: EngineConfig, plan: NodePlan, folder: Path, stop: threadi
 
 def _stay(party: Party, local: LocalRanks, watch: NodeWatch, stop: threading.Event) -> End:
     """Return how the group ended."""
+    has_asked = False
     names = party.roster.name(list(party.plan.ranks))
     while True:
         end = watch.look()
         if end is not None:
             leave(party.store, party.plan)
             return end
-        if stop.is_set():
-            end_group(party.store, End(1, f"the machine of {names} was told to stop"))
-            leave(party.store, party.plan)
-            return End(0, "told to stop")
+        if stop.is_set() and not has_asked:
+            # machine 0 may have been told, too, and needs these ranks while it drains
+            ask_to_stop(party.store, f"the machine of {names} was told to stop")
+            has_asked = True
         if (reason := local.why_ended()) is not None:
             end_group(party.store, End(1, reason))
-        stop.wait(BEAT_S / 2)
+        time.sleep(BEAT_S / 2)

@@ -73,9 +73,10 @@ def check_bits(machines: list[Machine], folder: Path, ranks_per_node: int, count
         found = ask_from(machines[0], address, bodies)
         assert_equal_answers(bodies, expected, found)
         check_sleep(launches)
-        launches[0].process.send_signal(signal.SIGTERM)
+        launches[0].process.send_signal(signal.SIGTERM)  # torchrun tells all processes of its own
         launches[0].wait()
-        assert "machine 0 was told to stop" in launches[1].text or launches[1].wait() == 0
+        assert launches[1].wait() == 0, launches[1].text
+        assert "was told to stop" in launches[1].text
 
 
 def check_sleep(launches: list[Launch]) -> None:
@@ -120,6 +121,22 @@ def test_a_rank_that_is_killed_ends_all_machines_with_one_reason(nano_folder: Pa
             assert "rank 1's process on 127.0.0.1 was ended by SIGKILL" in one.text
         with pytest.raises(httpx2.TransportError):
             httpx2.get(f"{address}/ready")
+
+
+def test_a_worker_that_is_told_to_stop_lets_all_finish_and_end_well(nano_folder: Path) -> None:
+    arguments = [
+        str(nano_folder), *flags(2), "--num-nodes", "2", "--master-address", "127.0.0.1",
+        "--master-port", str(free_port()),
+    ]  # fmt: skip
+    with (
+        launch(LOOPBACK[1], *whalepod("worker", *arguments, "--node-rank", "1")) as worker,
+        launch(LOOPBACK[0], *whalepod("serve", *arguments, "--port", "0")) as leader,
+    ):
+        wait_for_address([leader, worker])
+        worker.process.send_signal(signal.SIGTERM)
+        for one in (leader, worker):
+            assert one.wait() == 0, one.text
+        assert "the machine of rank 1 (127.0.0.1) was told to stop" in worker.text
 
 
 def test_a_rank_that_cannot_start_says_why_on_all_machines(nano_folder: Path) -> None:
