@@ -86,6 +86,17 @@ class AcceptanceAverage:
                 old = self.shares[position]
                 self.shares[position] = old + (share - old) * weight // self._memory
 
+    def observe_run(self, num_drafts: int, num_right: int) -> None:
+        """Do as `observe` for one run of drafts."""
+        shares, memory = self.shares, self._memory
+        for position in range(max(num_drafts, 1), len(shares)):
+            gap = shares[position - 1] - shares[position]
+            if gap > 0:
+                shares[position] += gap // FORGET_AFTER
+        for position in range(min(num_right + 1, num_drafts, len(shares))):
+            share = ONE if position < num_right else 0
+            shares[position] += (share - shares[position]) // memory
+
     def expected_tokens(self, depth: int) -> int:
         """Return how many tokens a step with `depth` drafts yields, times 65,536."""
         total = reached = ONE
