@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from whalepod.models.batch import ForwardBatch
 MAX_LAYOUTS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class Draw(NamedTuple):
     """How the tokens of a text are chosen: the likeliest, or (temperature > 0) a draw with the
     noise of a seed."""
 
@@ -28,8 +27,7 @@ class Draw:
 GREEDY = Draw(temperature=0.0, seed=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownEnd:
+class KnownEnd(NamedTuple):
     """The end of a text, known since the step.
 
     token_ids    the drafts of the step that were right, then, if more are wanted, the token behind

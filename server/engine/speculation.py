@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -30,8 +29,7 @@ LOOKUP_FIRST_GUESS = ONE // 2
 """Acceptance that is assumed of looked-up drafts: the model's own layer is tried first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextEnd:
+class TextEnd(NamedTuple):
     """Where a row's text ends once its drafts are judged.
 
     num_true   tokens of the row that belong to the text: all that are no drafts, and right drafts
@@ -184,12 +182,14 @@ class Speculator:
         again finds what it found the first time.
         """
         kept = [self._kept_of(end) for end in ends]
-        looked_up = [self._look_up(end, of) for end, of in zip(ends, kept, strict=True)]
-        makers = [self._choose_maker(*of) for of in zip(ends, kept, looked_up, strict=True)]
+        looked_up: list[tuple[int, ...]] = [()] * len(ends)
+        if self._with_lookup:
+            looked_up = list(map(self._look_up, ends, kept))
+        makers = list(map(self._choose_maker, ends, kept, looked_up))
         log_qs: list[list[Tensor | None]] = [[] for _ in ends]
         guesses: list[Sequence[int]] = [()] * len(ends)
         if self._drafter is not None:
-            known = [_known_end(*of) for of in zip(ends, kept, makers, strict=True)]
+            known = list(map(_known_end, ends, kept, makers))
             guesses[:] = self._drafter.draft(known, self._choose(ends, log_qs), num_passes)
             self._drafter.keep(known)
         for i, end in enumerate(ends):
@@ -206,7 +206,7 @@ class Speculator:
         return kept
 
     def _look_up(self, end: TextEnd, kept: _Speculation) -> tuple[int, ...]:
-        if not self._with_lookup or not end.wants_drafts:
+        if not end.wants_drafts:
             return ()
         if end.state.params.num_speculative_tokens == 0:
             return ()
