@@ -300,9 +300,7 @@ class ChainDrafter:
 
 
 def _start(text: KnownEnd, known: KnownStates) -> _Start:
-    return _Start(
-        text.sequence_id, text.token_ids[-1], text.block_ids, known, text.num_wanted
-    )
+    return _Start(text.sequence_id, text.token_ids[-1], text.block_ids, known, text.num_wanted)
 
 
 def _behind(span: TokenSpan, num_tokens: int) -> list[_Span]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whalepod.models.batch import ForwardBatch, TokenSpan
 from whalepod.models.cache import LatentCache
-from whalepod.mtp.tail import Tail, KnownEnd
+from whalepod.mtp.tail import KnownEnd, Tail
 
 
 class DraftModel(Protocol):

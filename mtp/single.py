@@ -25,7 +25,7 @@ from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.mtp.interface import BatchSource, Choose, DraftModel, StepSpan
-from whalepod.mtp.tail import Tail, Tails, KnownEnd
+from whalepod.mtp.tail import KnownEnd, Tail, Tails
 
 MAX_KEPT_TOKENS = 64
 """States of a larger step are not kept alive for the sake of one of them."""
@@ -235,9 +235,7 @@ class SingleDrafter:
 
 
 def _part(span: StepSpan, first: int, end: int) -> _Span:
-    return _Span(
-        span.sequence_id, span.token_ids[first:end], span.start + first, span.block_ids
-    )
+    return _Span(span.sequence_id, span.token_ids[first:end], span.start + first, span.block_ids)
 
 
 def _guessed(text: KnownEnd, drafts: Sequence[int]) -> _Span:

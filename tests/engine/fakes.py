@@ -239,7 +239,9 @@ def make_core(
     )
     speculator = None
     if depth is not None:
-        drafter = new_drafter([mtp or FakeMtp()], cache, batches, hidden_size=1) if has_mtp else None
+        drafter = (
+            new_drafter([mtp or FakeMtp()], cache, batches, hidden_size=1) if has_mtp else None
+        )
         speculator = Speculator(drafter, sampler, with_lookup=with_lookup)
     runner = Runner(model or FakeModel(), cache, sampler, batches, speculator)
     info = EngineInfo(

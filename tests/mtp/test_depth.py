@@ -13,8 +13,8 @@ from whalepod.mtp.stats import (
     LEAST_OF_STEPS,
     ONE,
     AcceptanceAverage,
-    StepRecord,
     LeastTimes,
+    StepRecord,
     count_by_position,
     size_bucket,
 )
@@ -206,9 +206,7 @@ def test_the_cost_of_drafts_is_measured_for_each_depth(best: int) -> None:
     def step(num_rows: int, num_drafts: int, num_passes: int) -> StepRecord:
         record = Machine.step(machine, num_rows, num_drafts, num_passes)
         draft_us = 5000 * max(num_passes - best, 0)
-        return replace(
-            record, step_time_us=record.step_time_us + draft_us, draft_time_us=draft_us
-        )
+        return replace(record, step_time_us=record.step_time_us + draft_us, draft_time_us=draft_us)
 
     machine.step = step  # type: ignore[method-assign]
     chosen = play(AdaptiveDepth(4), machine, 1, 400)
