@@ -32,14 +32,14 @@ MAX_KEPT_TOKENS = 64
 
 
 class _Known(NamedTuple):
-    """The state of a sequence's last true token: row `index` of `states_TH`.
+    """The state of a sequence's last true token: `row` of `states_TH`.
 
     has_next: the row of the token behind it is stored.
     """
 
     position: int
     states_TH: Tensor
-    index: int
+    row: int
     has_next: bool
 
 
@@ -129,7 +129,7 @@ class SingleDrafter:
         if known is not None and known.position == start - 1:
             if known.has_next:
                 return 1
-            pieces.add(known.states_TH, known.index, known.index + 1)
+            pieces.add(known.states_TH, known.row, known.row + 1)
             return 0
         if start == 0 or start % BLOCK_TOKENS:
             return 1
@@ -227,11 +227,11 @@ class SingleDrafter:
         for text in texts:
             asks = text.num_wanted > 0
             num_right = len(text.token_ids) - asks
-            states_TH, index = hidden_TH, text.hidden_row + num_right
+            states_TH, row = hidden_TH, text.hidden_row + num_right
             if not is_small:
-                states_TH, index = hidden_TH[index : index + 1].clone(), 0
+                states_TH, row = hidden_TH[row : row + 1].clone(), 0
             position = text.start - 1 + num_right
-            self._known[text.sequence_id] = _Known(position, states_TH, index, asks)
+            self._known[text.sequence_id] = _Known(position, states_TH, row, asks)
 
 
 def _part(span: StepSpan, first: int, end: int) -> _Span:
