@@ -147,6 +147,7 @@ class Tails:
             num_tokens += len(text.token_ids) + text.num_wrong
             num_passes = max(num_passes, text.num_wanted)
             width = max(width, len(text.block_ids))
+        width = 1 << (width - 1).bit_length()  # so that growing texts change shape rarely
         shape = (num_tokens, len(texts), num_passes, width)
         tail = self._tails.get(shape)
         if tail is None:
