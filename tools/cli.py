@@ -34,6 +34,7 @@ from whalepod.tools.bench.config import (
 )
 from whalepod.tools.bench.decode import DecodeConfig
 from whalepod.tools.bench.ep import EpConfig
+from whalepod.tools.bench.peers import PeersConfig
 from whalepod.tools.bench.prefill import PrefillConfig
 from whalepod.tools.client import ClientError
 from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
@@ -63,6 +64,7 @@ GROUPS: dict[type | str, str] = {
     ReportConfig: "Report",
     DecodeConfig: "Measurement",
     EpConfig: "Measurement",
+    PeersConfig: "Measurement",
     PrefillConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
@@ -175,6 +177,17 @@ def bench_ep(config: EpConfig) -> int:
     Send and receive phases apart, bytes on the wire, GB/s, and the limit of this run.
     """
     from whalepod.tools.bench.ep import bench_ep as run
+
+    return run(config)
+
+
+def bench_peers(config: PeersConfig) -> int:
+    """Measure this engine beside llama.cpp and vLLM in the same minutes.
+
+    The flags name the peers' programs; a peer that is not named is left out. They take turns with
+    the engine alone (prefill, decode) and over HTTP.
+    """
+    from whalepod.tools.bench.peers import bench_peers as run
 
     return run(config)
 
@@ -297,6 +310,15 @@ def make_app() -> App:
         EngineConfig,
         PrefillConfig,
         name="prefill",
+        groups=GROUPS,
+        positional=("model",),
+        env_fields=(),
+    )
+    add_command(
+        bench,
+        bench_peers,
+        PeersConfig,
+        name="peers",
         groups=GROUPS,
         positional=("model",),
         env_fields=(),
