@@ -36,6 +36,7 @@ from whalepod.tools.bench.decode import DecodeConfig
 from whalepod.tools.bench.ep import EpConfig
 from whalepod.tools.bench.peers import PeersConfig
 from whalepod.tools.bench.prefill import PrefillConfig
+from whalepod.tools.bench.quality_config import QualityConfig
 from whalepod.tools.client import ClientError
 from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
 from whalepod.tools.doctor import DoctorConfig
@@ -66,6 +67,7 @@ GROUPS: dict[type | str, str] = {
     EpConfig: "Measurement",
     PeersConfig: "Measurement",
     PrefillConfig: "Measurement",
+    QualityConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
     ServeOptions: "Command line",
@@ -190,6 +192,16 @@ def bench_peers(config: PeersConfig) -> int:
     from whalepod.tools.bench.peers import bench_peers as run
 
     return run(config)
+
+
+def bench_quality(engine: EngineConfig, config: QualityConfig) -> int:
+    """Measure how far int8 moves predictions from bf16, beside llama.cpp's q8_0.
+
+    MODEL is a checkpoint folder, a preset or a Hugging Face id; it is loaded five times.
+    """
+    from whalepod.tools.bench.quality import bench_quality as run
+
+    return run(engine, config)
 
 
 def synth(config: SynthConfig) -> int:
@@ -319,6 +331,16 @@ def make_app() -> App:
         bench_peers,
         PeersConfig,
         name="peers",
+        groups=GROUPS,
+        positional=("model",),
+        env_fields=(),
+    )
+    add_command(
+        bench,
+        bench_quality,
+        EngineConfig,
+        QualityConfig,
+        name="quality",
         groups=GROUPS,
         positional=("model",),
         env_fields=(),

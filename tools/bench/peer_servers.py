@@ -12,8 +12,6 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +81,7 @@ class ServerProcess:
     def wait_until_ready(self, path: str, timeout_s: float) -> None:
         """Return once `path` answers 200. Raises PeerFailed if it ends first or is late."""
         deadline = time.monotonic() + timeout_s
-        while not _answers(self.url + path):
+        while not _answers(self.url, path):
             if (code := self._process.poll()) is not None:
                 raise PeerFailed(f"the server ended with code {code}: {self._last_words()}")
             if time.monotonic() > deadline:
@@ -272,9 +270,9 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _answers(url: str) -> bool:
+def _answers(url: str, path: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5.0) as response:
-            return int(response.status) == 200
-    except (urllib.error.URLError, OSError):
+        with Client(url, None, timeout_s=5.0) as client:
+            return client.get(path).status_code == 200
+    except ClientError:
         return False
