@@ -257,6 +257,7 @@ def _vllm_settings(num_threads: int) -> dict[str, str]:
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))[:num_threads]
     return {
+        "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; the default is a share of the whole machine
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "HF_HUB_OFFLINE": "1",

@@ -18,7 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Protocol
 
-from whalepod.tools.bench.peer_programs import LlamaEngine, PeerFailed, Samples, WhalepodEngine
+from whalepod.tools.bench.peer_programs import (
+    LlamaEngine,
+    PeerFailed,
+    Precision,
+    Samples,
+    WhalepodEngine,
+)
 from whalepod.tools.bench.peer_servers import llama_server, vllm_server, whalepod_server
 from whalepod.tools.bench.peer_table import as_json, format_comparison
 
@@ -99,7 +105,8 @@ def list_contestants(config: PeersConfig) -> list[Contestant]:
     """Return who takes turns, in order: rivals in one setting follow each other."""
     limits = config.num_threads, config.num_requests, config.timeout_s
     contestants: list[Contestant] = []
-    for precision, gguf in (("bf16", config.gguf), ("int8", config.gguf_q8)):
+    files: dict[Precision, Path | None] = {"bf16": config.gguf, "int8": config.gguf_q8}
+    for precision, gguf in files.items():
         context = config.context if precision == "bf16" else 0
         contestants.append(
             WhalepodEngine(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ def mean_kl(exact_TV: Tensor, other_TV: Tensor) -> float:
     """Return the mean of KL(exact || other) over positions, in f64."""
     total = 0.0
     for exact, other in zip(
-        exact_TV.split(_ROWS_AT_ONCE), other_TV.split(_ROWS_AT_ONCE), strict=True
+        torch.split(exact_TV, _ROWS_AT_ONCE), torch.split(other_TV, _ROWS_AT_ONCE), strict=True
     ):
         p, q = exact.double().log_softmax(-1), other.double().log_softmax(-1)
         total += float((p.exp() * (p - q)).sum())
@@ -103,8 +103,8 @@ def round_to_q8_0(x: Tensor) -> Tensor:
     Source: llama.cpp, `quantize_row_q8_0`.
     """
     length = x.shape[-1]
-    padded = torch.nn.functional.pad(x.float(), (0, -length % Q8_BLOCK))
-    blocks = padded.unflatten(-1, (-1, Q8_BLOCK))
+    padded = torch.nn.functional.pad(x.float(), (0, -length % Q8_BLOCK)).contiguous()
+    blocks = padded.view(*padded.shape[:-1], -1, Q8_BLOCK)
     scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
     values = torch.where(scale > 0, blocks / scale, 0.0).round()
     return (values * scale.half().float()).flatten(-2)[..., :length]
@@ -140,7 +140,9 @@ class Q8Kernels(ReferenceKernels):
         return round_to_q8_0(x) if self._rounds_rows else x
 
 
-def _engine_logits(engine: EngineConfig, config: QualityConfig, quantization: str) -> Tensor:
+def _engine_logits(
+    engine: EngineConfig, config: QualityConfig, quantization: Literal["none", "int8"]
+) -> Tensor:
     """Compute the prompts as `whalepod serve` does, in bf16 or int8."""
     source = replace(engine.source, dtype="bf16", quantization=quantization)
     loaded = load_model_for_bench(replace(engine, source=source), config.prompt_tokens)
