@@ -58,7 +58,7 @@ def commands(folder: Path) -> list[list[str]]:
 def test_medians_and_ratios_of_all_engines(
     folder: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "peers", "m", *flags, "--repeats", "2", "--json"]) == 0
+    assert main(["bench", "peers", "m", *flags, "--repeats", "2", "--json", "--peer-context"]) == 0
 
     report = json.loads(capsys.readouterr().out)
     rows: dict[str, Any] = {row["row"]: row for row in report["rows"]}
@@ -109,7 +109,7 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(
     flags: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_program(folder / "llama-server", "echo 'no such model' >&2; exit 3")
-    assert main(["bench", "peers", "m", *flags, "--repeats", "2", "--json"]) == 1
+    assert main(["bench", "peers", "m", *flags, "--repeats", "1", "--json"]) == 1
 
     report = json.loads(capsys.readouterr().out)
     assert report["failures"] == ["llama.cpp: the server ended with code 3: no such model"]

@@ -38,10 +38,10 @@ INPUT_TOKENS = 32
 OUTPUT_TOKENS = 64
 _MAX_TOKEN_ID = 8000
 _MAX_MODEL_LEN = 1024
-_SHARE_ALONE = 8
+_SHARE_ALONE = 16
 """Without company a server gets one request of so many."""
 _STOP_GRACE_S = 20.0
-_POLL_S = 0.1
+_POLL_S = 0.25
 
 Command = Callable[[int], list[str]]
 """A server's command line, given its port."""
@@ -81,12 +81,13 @@ class ServerProcess:
     def wait_until_ready(self, path: str, timeout_s: float) -> None:
         """Return once `path` answers 200. Raises PeerFailed if it ends first or is late."""
         deadline = time.monotonic() + timeout_s
-        while not _answers(self.url, path):
-            if (code := self._process.poll()) is not None:
-                raise PeerFailed(f"the server ended with code {code}: {self._last_words()}")
-            if time.monotonic() > deadline:
-                raise PeerFailed(f"not ready after {timeout_s:g} s: {self._last_words()}")
-            time.sleep(_POLL_S)
+        with Client(self.url, None, timeout_s=5.0) as client:
+            while not _answers(client, path):
+                if (code := self._process.poll()) is not None:
+                    raise PeerFailed(f"the server ended with code {code}: {self._last_words()}")
+                if time.monotonic() > deadline:
+                    raise PeerFailed(f"not ready after {timeout_s:g} s: {self._last_words()}")
+                time.sleep(_POLL_S)
 
     def freeze(self) -> None:
         """Take it off the cores."""
@@ -271,9 +272,8 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _answers(url: str, path: str) -> bool:
+def _answers(client: Client, path: str) -> bool:
     try:
-        with Client(url, None, timeout_s=5.0) as client:
-            return client.get(path).status_code == 200
+        return client.get(path).status_code == 200
     except ClientError:
         return False

@@ -43,7 +43,10 @@ class PeersConfig:
     repeats: Annotated[int, "turns of each engine; figures are their medians"] = 5
     num_threads: Annotated[int, "threads of each engine"] = 2
     context: Annotated[int, "also decode behind so many tokens; 0: no"] = 8000
-    num_requests: Annotated[int, "requests of a run with 16 at once; alone an eighth of it"] = 32
+    peer_context: Annotated[
+        bool, "llama.cpp decodes behind them, too: it computes them first, which takes minutes"
+    ] = False
+    num_requests: Annotated[int, "requests of a run with 16 at once; one by one a 16th"] = 32
     timeout_s: Annotated[float, "longest time of one program, or until a server is ready"] = 600.0
     json: Annotated[bool, "print one JSON object instead of a table"] = False
 
@@ -123,7 +126,7 @@ def list_contestants(config: PeersConfig) -> list[Contestant]:
                     precision=precision,
                     folder=config.llama_dir,
                     gguf=gguf,
-                    context=context,
+                    context=context if config.peer_context else 0,
                     num_threads=config.num_threads,
                     num_turns=config.repeats,
                     timeout_s=config.timeout_s,
