@@ -82,8 +82,10 @@ def test_medians_and_ratios_of_all_engines(
 def test_the_table_says_what_is_missed_and_our_own_commands_exist(
     folder: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "peers", "m", *flags, "--repeats", "1"]) == 0
+    out = folder / "out.json"
+    assert main(["bench", "peers", "m", *flags, "--repeats", "1", "--out", str(out)]) == 0
 
+    assert json.loads(out.read_text())["repeats"] == 1
     lines = capsys.readouterr().out.splitlines()
     by_row = {line.split("  ")[0]: line for line in lines}
     assert "1.20 (>= 1)" in by_row["decode x 1, bf16"]

@@ -38,6 +38,8 @@ INPUT_TOKENS = 32
 OUTPUT_TOKENS = 64
 _MAX_TOKEN_ID = 8000
 _MAX_MODEL_LEN = 1024
+_SLOT_TOKENS = 256
+"""Room for a request; llama-server rounds it up to so many."""
 _SHARE_ALONE = 16
 """Without company a server gets one request of so many."""
 _STOP_GRACE_S = 20.0
@@ -226,7 +228,7 @@ def llama_server(
         return [
             str(folder / "llama-server"), "-m", str(gguf), "--host", "127.0.0.1",
             "--port", str(port), "-t", str(num_threads), "-np", str(slots),
-            "-c", str(slots * 2 * (INPUT_TOKENS + OUTPUT_TOKENS)), "--cache-ram", "0",
+            "-c", str(slots * _SLOT_TOKENS), "--cache-ram", "0",
         ]  # fmt: skip
 
     return Served(

@@ -49,6 +49,7 @@ class PeersConfig:
     num_requests: Annotated[int, "requests of a run with 16 at once; one by one a 16th"] = 32
     timeout_s: Annotated[float, "longest time of one program, or until a server is ready"] = 600.0
     json: Annotated[bool, "print one JSON object instead of a table"] = False
+    out: Annotated[Path | None, "write the JSON object to this file as well"] = None
 
     def __post_init__(self) -> None:
         for name in ("repeats", "num_threads", "num_requests"):
@@ -92,9 +93,12 @@ def bench_peers(config: PeersConfig) -> int:
                     contestants.remove(contestant)
                     print(failures[-1], file=sys.stderr, flush=True)
     minutes = (time.monotonic() - started) / 60
+    head = {"model": config.model, "repeats": config.repeats, "failures": failures}
+    line = json.dumps(head | {"minutes": minutes} | as_json(found.engines, config.context))
+    if config.out is not None:
+        config.out.write_text(line + "\n", encoding="utf-8")
     if config.json:
-        head = {"model": config.model, "repeats": config.repeats, "failures": failures}
-        print(json.dumps(head | {"minutes": minutes} | as_json(found.engines, config.context)))
+        print(line)
     else:
         print(
             f"{config.model}: medians of {config.repeats} turns, {config.num_threads} threads, "
