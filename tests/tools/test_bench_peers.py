@@ -143,6 +143,22 @@ def test_a_program_without_figures_is_an_error(folder: Path, script: str, messag
         engine.measure(0)
 
 
+def test_llama_cpp_is_told_to_leave_weights_as_they_are(flags: list[str], folder: Path) -> None:
+    engine = LlamaEngine(
+        precision="int8",
+        folder=folder,
+        gguf=Path("b.gguf"),
+        num_threads=1,
+        context=0,
+        num_turns=1,
+        timeout_s=60.0,
+        repacks=False,
+    )
+    engine.measure(0)
+    alone, batched = commands(folder)
+    assert (alone[alone.index("--repack") + 1], batched[-1]) == ("0", "--no-repack")
+
+
 def test_a_missing_program_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PeerFailed, match="cannot be run: No such file"):
         run_program([str(tmp_path / "none")], peer_environment(), 1.0)

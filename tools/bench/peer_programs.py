@@ -143,6 +143,8 @@ class LlamaEngine:
     context: int
     num_turns: int
     timeout_s: float
+    repacks: bool = True
+    """It may rearrange quantised weights when it loads them, for AMX or wide vectors."""
     name: str = "llama.cpp"
 
     def measure(self, turn: int) -> Samples:
@@ -165,7 +167,8 @@ class LlamaEngine:
         return run_program(command, peer_environment(), self.timeout_s)
 
     def _bench(self, *arguments: str) -> Samples:
-        lines = self._run("llama-bench", "--no-warmup", "-o", "jsonl", *arguments)
+        plain = () if self.repacks else ("--repack", "0")
+        lines = self._run("llama-bench", "--no-warmup", "-o", "jsonl", *plain, *arguments)
         samples = {}
         for test in _json_lines(lines):
             length, depth = test["n_prompt"], test["n_depth"]
@@ -181,7 +184,7 @@ class LlamaEngine:
         lines = self._run(
             "llama-batched-bench", "-npp", str(prompt), "-ntg", str(_STEPS),
             "-npl", ",".join(map(str, sizes)), "-c", str(2 * CONTEXT * max(sizes)),
-            "--output-format", "jsonl",
+            "--output-format", "jsonl", *(() if self.repacks else ("--no-repack",)),
         )  # fmt: skip
         return {
             decode_row(test["pl"], self.precision): [test["speed_tg"]]

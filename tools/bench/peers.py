@@ -39,6 +39,9 @@ class PeersConfig:
     ] = None
     gguf: Annotated[Path | None, "MODEL in llama.cpp's format, bf16"] = None
     gguf_q8: Annotated[Path | None, "the same quantised to q8_0, beside int8"] = None
+    gguf_repack: Annotated[
+        bool, "llama.cpp may rearrange weights of q8_0; a build whose AMX code crashes must not"
+    ] = True
     vllm_python: Annotated[Path | None, "the Python of an environment that has vLLM"] = None
     repeats: Annotated[int, "turns of each engine; figures are their medians"] = 5
     num_threads: Annotated[int, "threads of each engine"] = 2
@@ -134,6 +137,7 @@ def list_contestants(config: PeersConfig) -> list[Contestant]:
                     num_threads=config.num_threads,
                     num_turns=config.repeats,
                     timeout_s=config.timeout_s,
+                    repacks=config.gguf_repack,
                 )
             )
     contestants.append(whalepod_server(config.model, *limits))
