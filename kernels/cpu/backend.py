@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ F32_REGIONS = (noise.GUMBEL_NOISE, packing.PACK)
 MIN_TILE_ROWS = 4
 """From so many rows on AMX is faster than AVX512-BF16, where a machine has both."""
 
-_NEVER = 1 << 62
+NEVER = 1 << 62
 _ALIGNMENT = 64
 _BLOCK_GROUPS = 4
 
@@ -54,17 +55,25 @@ class CpuKernels:
     """`Kernels` on a CPU. See `whalepod.kernels.interface` for every contract.
 
     is_invariant  a row's bits depend on the row alone, whatever the batch, the chunks, the threads
+    code_folder   keeps compiled code for the next process; None: where numba would
     """
 
     packed_layout: str | None = "panels-1"
     REGIONS: tuple[Region, ...] = MODEL_REGIONS
 
-    def __init__(self, *, num_threads: int | None = None, is_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_threads: int | None = None,
+        is_invariant: bool = False,
+        code_folder: Path | None = None,
+    ) -> None:
         self.name = "cpu, batch-invariant" if is_invariant else "cpu"
         self._is_invariant = is_invariant
-        self._team = Team(num_threads or torch.get_num_threads())
+        self._team = Team(num_threads or torch.get_num_threads(), code_folder)
+        self._has_tiles = can_use_tiles()
         # Tiles add in another order: a row's bits would depend on how many rows are beside it.
-        self._tile_rows = MIN_TILE_ROWS if not is_invariant and can_use_tiles() else _NEVER
+        self._tile_rows = MIN_TILE_ROWS if not is_invariant and self._has_tiles else NEVER
         self._packer = Packer(self._team)
         self._programs = programs.Programs(self._team)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -240,26 +249,36 @@ class CpuKernels:
         num_requests, table_width = block_tables_BM.shape
         out_TNR = self._new((num_tokens, num_heads, latent_rank), q_TNC.dtype)
         lse_TN = self._new((num_tokens, num_heads), torch.float32)
+        num_threads = self._team.num_threads
+        uses_tiles = self._uses_tiles(q_TNC.dtype, width, latent_rank)
+        is_split = num_tokens < 4 * num_threads and num_tokens * num_threads > 1
         heads_per_item, num_chunks = attention.MAX_HEADS_PER_ITEM, 0
-        if num_tokens < 4 * self._team.num_threads:
-            heads_per_item //= 2
+        if is_split:
             num_chunks = -(-table_width * BLOCK_TOKENS // attention.CHUNK_TOKENS)
-        num_items = num_tokens * -(-num_heads // heads_per_item) * max(num_chunks, 1)
+            if not uses_tiles:
+                heads_per_item //= 2
+        per_chunk = num_tokens * -(-num_heads // heads_per_item)
         num_partial = num_tokens * num_heads * num_chunks
-        num_own = 2 * heads_per_item * (attention.CHUNK_TOKENS + latent_rank + 2)
-        scratch = self._borrow(
-            4 * (num_partial * (latent_rank + 2) + num_own * self._team.num_threads)
-        )
-        stats = scratch + 4 * num_partial * latent_rank
+        before_o = 8 * heads_per_item * attention.CHUNK_TOKENS
+        if uses_tiles:
+            before_o = attention.tile_scratch_bytes(width)
+        num_own = aligned(before_o + 8 * heads_per_item * (latent_rank + 2))
+        partial = aligned(4 * num_partial * (latent_rank + 2))
+        scratch = self._borrow(partial + num_own * num_threads)
         self._run(
-            attention.ATTENTION, q_TNC.dtype, num_items, num_tokens, num_heads, width,
-            latent_rank, num_requests, table_width, num_chunks, first_key, heads_per_item,
-            q_TNC.data_ptr(), q_TNC.stride(0), q_TNC.stride(1), cache_PBC.data_ptr(),
-            query_start_B1.data_ptr(), context_lens_B.data_ptr(), block_tables_BM.data_ptr(),
-            out_TNR.data_ptr(), lse_TN.data_ptr(), scratch, stats, stats + 8 * num_partial,
-            softmax_scale,
+            attention.ATTENTION, q_TNC.dtype, per_chunk * max(num_chunks, 1), num_tokens,
+            num_heads, width, latent_rank, num_requests, table_width, num_chunks, first_key,
+            heads_per_item, q_TNC.data_ptr(), q_TNC.stride(0), q_TNC.stride(1),
+            cache_PBC.data_ptr(), query_start_B1.data_ptr(), context_lens_B.data_ptr(),
+            block_tables_BM.data_ptr(), out_TNR.data_ptr(), lse_TN.data_ptr(), scratch,
+            scratch + 4 * num_partial * latent_rank, scratch + partial, num_own, before_o,
+            uses_tiles, softmax_scale,
         )  # fmt: skip
         return out_TNR, lse_TN
+
+    def _uses_tiles(self, dtype: torch.dtype, key_width: int, value_width: int) -> bool:
+        is_fit = attention.fits_tiles(key_width, value_width)
+        return self._has_tiles and dtype == torch.bfloat16 and is_fit
 
     def mla_prefill(
         self, q_TND: Tensor, k_SND: Tensor, v_SNE: Tensor, softmax_scale: float

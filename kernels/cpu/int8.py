@@ -18,6 +18,13 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
+from whalepod.kernels.cpu.int8_tiles import (
+    BLOCK,
+    STEP,
+    STEP_BYTES,
+    has_byte_tiles,
+    multiply_byte_tiles,
+)
 from whalepod.kernels.cpu.panels import BLOCK_COLUMNS, BLOCK_GROUPS, GROUP
 from whalepod.kernels.cpu.simd import (
     F32,
@@ -36,14 +43,7 @@ from whalepod.kernels.cpu.simd import (
     target_has,
     widen,
 )
-from whalepod.kernels.cpu.vectors import fma, lanes_below, load_vector, prefetch, splat
-
-BLOCK = 32
-"""Values with one scale."""
-
-STEP = 64
-STEP_BYTES = GROUP * STEP + 2 * 2 * GROUP
-"""Bytes of 16 columns and 64 k."""
+from whalepod.kernels.cpu.vectors import fma, lanes_below, load_vector, prefetch, shuffle, splat
 
 _AHEAD_BYTES = 1024
 _F16 = ir.HalfType()
@@ -58,17 +58,13 @@ def _vector(kind: Any, count: int) -> Any:
     return ir.VectorType(kind, count)
 
 
-def _shuffle(builder: Any, a: Any, b: Any, lanes: Any) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(_vector(I32, len(lanes)), list(lanes)))
-
-
 def _fold(builder: Any, vector: Any, combine: Any) -> Any:
     """Combine all lanes into one value."""
     count = vector.type.count
     while count > 1:
         count //= 2
-        low = _shuffle(builder, vector, vector, range(count))
-        high = _shuffle(builder, vector, vector, range(count, 2 * count))
+        low = shuffle(builder, vector, vector, range(count))
+        high = shuffle(builder, vector, vector, range(count, 2 * count))
         vector = combine(low, high)
     return builder.extract_element(vector, I32(0))
 
@@ -185,8 +181,8 @@ def _dot_bytes(builder: Any, acc: Any, weights: Any, values: Any) -> Any:
     sixteen = ir.Constant(pairs.type, [16] * 32)
     low = builder.ashr(builder.shl(pairs, sixteen), sixteen)
     pairs = builder.add(low, builder.ashr(pairs, sixteen))
-    even = _shuffle(builder, pairs, pairs, range(0, 32, 2))
-    odd = _shuffle(builder, pairs, pairs, range(1, 32, 2))
+    even = shuffle(builder, pairs, pairs, range(0, 32, 2))
+    odd = shuffle(builder, pairs, pairs, range(1, 32, 2))
     return builder.add(acc, builder.add(even, odd))
 
 
@@ -273,9 +269,18 @@ def _int8_block(
 
 
 @njit
-def multiply_bytes(x, x_stride, ids, first, num_rows, w, w_stride, num_groups, length, sums):
-    """Set sums[r, c] for up to 16 quantised rows and 4 groups of columns."""
+def multiply_bytes(
+    x, x_stride, ids, first, num_rows, w, w_stride, num_groups, length, tile_rows, sums
+):  # fmt: skip
+    """Set sums[r, c] for up to 16 quantised rows and 4 groups of columns.
+
+    From `tile_rows` rows on the matrix tiles do it, where the machine has them: with the same bits.
+    `sums` has room for 16 rows.
+    """
     keep_apart()
+    if has_byte_tiles() and num_groups == BLOCK_GROUPS and num_rows >= tile_rows:
+        multiply_byte_tiles(x, x_stride, ids, first, num_rows, w, w_stride, length, sums)
+        return
     r = 0
     if num_groups == BLOCK_GROUPS:
         while r + 3 <= num_rows:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from whalepod.kernels.cpu import int8_regions
-from whalepod.kernels.cpu.backend import CpuKernels, aligned
+from whalepod.kernels.cpu.backend import NEVER, CpuKernels, aligned
 from whalepod.kernels.cpu.int8 import STEP, STEP_BYTES, record_bytes
 from whalepod.kernels.cpu.packed import PackedExperts, PackedLinear
 from whalepod.kernels.cpu.panels import BLOCK_GROUPS, GROUP
+
+MIN_BYTE_TILE_ROWS = 6
+"""From so many rows on AMX is faster than AVX512-VNNI, where a machine has both."""
 
 
 class Int8CpuKernels(CpuKernels):
@@ -24,9 +29,19 @@ class Int8CpuKernels(CpuKernels):
         int8_regions.EXPERTS_INT8,
     )  # fmt: skip
 
-    def __init__(self, *, num_threads: int | None = None, is_invariant: bool = False) -> None:
-        super().__init__(num_threads=num_threads, is_invariant=is_invariant)
+    def __init__(
+        self,
+        *,
+        num_threads: int | None = None,
+        is_invariant: bool = False,
+        code_folder: Path | None = None,
+    ) -> None:
+        super().__init__(
+            num_threads=num_threads, is_invariant=is_invariant, code_folder=code_folder
+        )
         self.name = f"{self.name}, int8"
+        # their products are those of the vectors bit by bit: no reason to leave them out
+        self._byte_tile_rows = MIN_BYTE_TILE_ROWS if self._has_tiles else NEVER
 
     # -- packing -------------------------------------------------------------------------------
 
@@ -77,7 +92,7 @@ class Int8CpuKernels(CpuKernels):
             x_TLK.data_ptr(), x_TLK.stride(0), x_TLK.stride(1), weight.address,
             weight.weight_stride, weight.group_stride, out_TLN.data_ptr(), out_TLN.stride(0),
             out_TLN.stride(1), out_TLN.dtype == torch.float32,
-            self._borrow(num_rows * num_heads * stride), stride,
+            self._borrow(num_rows * num_heads * stride), stride, self._byte_tile_rows,
         )  # fmt: skip
 
     def _experts(
@@ -125,7 +140,7 @@ class Int8CpuKernels(CpuKernels):
             down.weight_stride, down.group_stride, down.num_groups, x_TH.data_ptr(), *addresses,
             out_TH.data_ptr(), 0 if add_to_TH is None else add_to_TH.data_ptr(), scratch,
             scratch + records, stride, scratch + inners, inner_stride, scratch + y,
-            out_dtype == torch.float32,
+            out_dtype == torch.float32, self._byte_tile_rows,
         )  # fmt: skip
         return out_TH
 

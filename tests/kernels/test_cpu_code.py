@@ -24,7 +24,7 @@ EMITTED_CODE = """
 import torch
 from whalepod.kernels.cpu import dense, experts, int8_regions, regions
 for region in (dense.LINEAR, experts.EXPERTS, int8_regions.LINEAR_INT8):
-    code = regions.compile_function(region, torch.bfloat16, is_cached=False).assembly()
+    code = regions.compile_afresh(region, torch.bfloat16).assembly()
     print(*(code.count(name) for name in ("vdpbf16ps", "tdpbf16ps", "vpdpbusd")))
 """
 
