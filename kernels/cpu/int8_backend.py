@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from whalepod.kernels.cpu import int8_regions
-from whalepod.kernels.cpu.backend import NEVER, CpuKernels, aligned
+from whalepod.kernels.cpu.backend import CpuKernels, aligned
 from whalepod.kernels.cpu.int8 import STEP, STEP_BYTES, record_bytes
 from whalepod.kernels.cpu.packed import PackedExperts, PackedLinear
 from whalepod.kernels.cpu.panels import BLOCK_GROUPS, GROUP
-
-MIN_BYTE_TILE_ROWS = 6
-"""From so many rows on AMX is faster than AVX512-VNNI, where a machine has both."""
 
 
 class Int8CpuKernels(CpuKernels):
@@ -40,8 +37,6 @@ class Int8CpuKernels(CpuKernels):
             num_threads=num_threads, is_invariant=is_invariant, code_folder=code_folder
         )
         self.name = f"{self.name}, int8"
-        # their products are those of the vectors bit by bit: no reason to leave them out
-        self._byte_tile_rows = MIN_BYTE_TILE_ROWS if self._has_tiles else NEVER
 
     # -- packing -------------------------------------------------------------------------------
 
@@ -92,7 +87,7 @@ class Int8CpuKernels(CpuKernels):
             x_TLK.data_ptr(), x_TLK.stride(0), x_TLK.stride(1), weight.address,
             weight.weight_stride, weight.group_stride, out_TLN.data_ptr(), out_TLN.stride(0),
             out_TLN.stride(1), out_TLN.dtype == torch.float32,
-            self._borrow(num_rows * num_heads * stride), stride, self._byte_tile_rows,
+            self._borrow(num_rows * num_heads * stride), stride,
         )  # fmt: skip
 
     def _experts(
@@ -140,7 +135,7 @@ class Int8CpuKernels(CpuKernels):
             down.weight_stride, down.group_stride, down.num_groups, x_TH.data_ptr(), *addresses,
             out_TH.data_ptr(), 0 if add_to_TH is None else add_to_TH.data_ptr(), scratch,
             scratch + records, stride, scratch + inners, inner_stride, scratch + y,
-            out_dtype == torch.float32, self._byte_tile_rows,
+            out_dtype == torch.float32,
         )  # fmt: skip
         return out_TH
 

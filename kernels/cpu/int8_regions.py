@@ -77,7 +77,7 @@ def _linear_region(block):
 
     Arguments: L, T, N, K, groups, groups per item, x, its strides of T and L, w, its strides of L
     and of groups, out, its strides of T and L, whether out is f32, records of rows [L, T] and the
-    bytes of one, tile rows.
+    bytes of one.
     """
     num_heads, num_rows, num_columns = argument(block, 0), argument(block, 1), argument(block, 2)
     length, num_groups, groups_per_item = argument(block, 3), argument(block, 4), argument(block, 5)
@@ -87,7 +87,7 @@ def _linear_region(block):
     out_address, out_row_stride = argument(block, 12), argument(block, 13)
     out_head_stride, is_f32 = argument(block, 14), argument(block, 15) != 0
     records, record_stride = u8_pointer(argument(block, 16)), argument(block, 17)
-    padded, tile_rows = -(-length // STEP) * STEP, argument(block, 18)
+    padded = -(-length // STEP) * STEP
     num_items = -(-num_heads * num_rows // ROWS_PER_ITEM)
     while True:
         item = take(block, 0)
@@ -119,7 +119,7 @@ def _linear_region(block):
                 rows = min(BLOCK_ROWS, num_rows - row)
                 multiply_bytes(
                     records, record_stride, None, head * num_rows + row, rows, panel, group_stride,
-                    groups, padded, tile_rows, sums,
+                    groups, padded, sums,
                 )  # fmt: skip
                 for r in range(rows):
                     place, source = (row + r) * out_row_stride, advance(sums, r * BLOCK_COLUMNS)
@@ -144,15 +144,14 @@ def _everything(num_tokens, places, rows, active):
 
 
 @njit
-def _gate_up(records, record_stride, ids, first, count, w, w_stride, num_groups, padded, tile_rows,
-             sums, gated, inner_block, inner_padded, out, out_stride):  # fmt: skip
+def _gate_up(records, record_stride, ids, first, count, w, w_stride, num_groups, padded, sums,
+             gated, inner_block, inner_padded, out, out_stride):  # fmt: skip
     """Quantise silu(gate) * up of 32 inner features of the rows first .. first + count."""
     for row in range(first, first + count, BLOCK_ROWS):
         rows = min(BLOCK_ROWS, first + count - row)
         multiply_bytes(
-            records, record_stride, ids, row, rows, w, w_stride, num_groups, padded, tile_rows,
-            sums,
-        )  # fmt: skip
+            records, record_stride, ids, row, rows, w, w_stride, num_groups, padded, sums
+        )
         for r in range(rows):
             source, pairs = advance(sums, r * BLOCK_COLUMNS), num_groups // 2
             for pair in range(pairs):
@@ -167,8 +166,7 @@ def _experts_region(block):
     """Arguments: T, K, E, H, I; gate and up: address, strides of E and of groups, groups; down: the
     same; x, ids (0: one MLP for all), weights, out, what is added (0: nothing), and scratch:
     integers [2 T K + 3 E + 4], records [T] and the bytes of one, records [T K] of the inner
-    features and the bytes of one, y f32 [T K + 16, 64] for each thread; whether out is f32
-    (experts), tile rows.
+    features and the bytes of one, y f32 [T K, 64] for each thread; whether out is f32 (experts).
     """
     num_tokens, top_k, num_experts = argument(block, 0), argument(block, 1), argument(block, 2)
     hidden, inner = argument(block, 3), argument(block, 4)
@@ -182,8 +180,7 @@ def _experts_region(block):
     records, record_stride = u8_pointer(argument(block, 19)), argument(block, 20)
     inners, inner_stride = u8_pointer(argument(block, 21)), argument(block, 22)
     num_pairs = num_tokens * top_k
-    y_rows, tile_rows = num_pairs + BLOCK_ROWS, argument(block, 25)
-    y = f32_pointer(argument(block, 23) + take(block, 4) * y_rows * BLOCK_COLUMNS * 4)
+    y = f32_pointer(argument(block, 23) + take(block, 4) * num_pairs * BLOCK_COLUMNS * 4)
     rows = advance(places, num_pairs)
     num_active_slot = advance(rows, num_pairs)
     active = advance(num_active_slot, 1)
@@ -222,7 +219,7 @@ def _experts_region(block):
         _gate_up(
             records, record_stride, rows, start, load(active, 2 * which + 3) - start,
             advance(gate_up, expert * gate_up_stride + group * gate_up_step), gate_up_step,
-            max(0, min(BLOCK_GROUPS, gate_up_groups - group)), padded, tile_rows, sums, gated,
+            max(0, min(BLOCK_GROUPS, gate_up_groups - group)), padded, sums, gated,
             item % per_expert, inner_padded, inners, inner_stride,
         )  # fmt: skip
         finish(block, 1)
@@ -240,7 +237,7 @@ def _experts_region(block):
             for row in range(start, end, BLOCK_ROWS):
                 multiply_bytes(
                     inners, inner_stride, None, row, min(BLOCK_ROWS, end - row), panel, down_step,
-                    groups, inner_padded, tile_rows, advance(y, row * BLOCK_COLUMNS),
+                    groups, inner_padded, advance(y, row * BLOCK_COLUMNS),
                 )  # fmt: skip
         count = min(BLOCK_COLUMNS, hidden - column)
         if ids_address != 0:
@@ -259,5 +256,5 @@ def _experts_region(block):
 
 
 PACK_INT8 = Region(_pack_region, "9q")
-LINEAR_INT8 = Region(_linear_region, "19q")
-EXPERTS_INT8 = Region(_experts_region, "26q")
+LINEAR_INT8 = Region(_linear_region, "18q")
+EXPERTS_INT8 = Region(_experts_region, "25q")
