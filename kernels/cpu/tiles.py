@@ -57,7 +57,9 @@ def can_use_tiles() -> bool:
 
 
 def assemble(builder: Any, code: str, *operands: Any) -> None:
-    """Emit instructions that take integers and addresses as $0, $1, ..."""
+    """Emit instructions that take integers and addresses as $0, $1, ...; none without tiles."""
+    if not HAS_TILES:
+        return
     kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
     constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
     builder.asm(kind, code, constraints, list(operands), side_effect=True)
