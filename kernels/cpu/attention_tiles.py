@@ -112,9 +112,7 @@ def _score_page(typingctx, panel, page, row_bytes, num_steps, scores):
         queries, page_value, stride, steps, out = args
         for tile in range(4):
             assemble(builder, f"tilezero %tmm{tile}")
-        rows = [
-            builder.add(page_value, builder.mul(stride, I64(16 * g))) for g in range(4)
-        ]
+        rows = [builder.add(page_value, builder.mul(stride, I64(16 * g))) for g in range(4)]
         with cgutils.for_range(builder, steps) as loop:
             panel_step = offset(builder, queries, builder.mul(loop.index, I64(LANES * STEP)))
             at = builder.mul(loop.index, I64(2 * STEP))
@@ -394,9 +392,7 @@ def copy_page(typingctx, source, low, high, row_stride, width, target):
                     cgutils.memset(builder, goal, row_bytes, 0)
         return context.get_dummy_value()
 
-    signature = types.void(
-        source, types.int64, types.int64, types.int64, types.int64, source
-    )
+    signature = types.void(source, types.int64, types.int64, types.int64, types.int64, source)
     return signature, codegen
 
 

@@ -9,8 +9,8 @@ Weight, per 16 columns and 64 k, 1,088 bytes: [2, 8, 16, 4] uint8 (block of 32, 
 k % 4) then [2, 16] f16 scales. Row, a record of 1.25 bytes per value: int8 values, f32 scales,
 int32 -128 sums.
 
-AMX tiles gain nothing here: with a scale per 32 values half of a tile is empty, and the sums of each
-product must be scaled. 16 rows, 16 columns, 32 values: 33 ns either way (one core, November 2026).
+AMX tiles gain nothing here: with a scale per 32 values half of a tile is empty, and the sums of
+each product must be scaled. 16 rows, 16 columns, 32 values: 33 ns either way (one core, 11/2026).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def test_code_goes_where_the_caller_says_and_is_found_again(tmp_path: Path) -> N
     assert run_answer(tmp_path, torch.float32), "the second start compiles nothing"
     assert len(list(tmp_path.rglob("*.nbc"))) == 1
     beside = Path(__file__).parent / "__pycache__"
-    assert not [file for file in beside.glob("*_answer_region*.nb?")]
+    assert not list(beside.glob("*_answer_region*.nb?"))
 
 
 def test_two_dtypes_never_share_a_file(tmp_path: Path) -> None:

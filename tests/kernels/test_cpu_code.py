@@ -39,7 +39,9 @@ def test_products_use_the_instructions_of_their_kind(tmp_path: os.PathLike[str])
         NUMBA_CPU_FEATURES=",".join(f"+{name}" for name in features.split()),
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    linear, experts, int8, attention = ([int(n) for n in line.split()] for line in run.stdout.splitlines())
+    linear, experts, int8, attention = (
+        [int(n) for n in line.split()] for line in run.stdout.splitlines()
+    )
     for vectors, tiles, _ in (linear, experts, attention):
         assert vectors >= 16
         assert tiles >= 4
