@@ -53,6 +53,7 @@ GROUPS: dict[type | str, str] = {
     **dict.fromkeys(("api_key", "api_key_file", "cors_allow_origin"), "Access"),
     **dict.fromkeys(("admin_port", "admin_host", "admin_key"), "Access"),
     **dict.fromkeys(("reasoning_parser", "tool_call_parser", "chat_template"), "Answers"),
+    "structured_outputs_backend": "Answers",
     **dict.fromkeys(("max_body_bytes", "request_timeout_s", "drain_timeout_s"), "Limits"),
     **dict.fromkeys(("sse_keep_alive_interval_s", "ready_timeout_s"), "Limits"),
     **dict.fromkeys(("enable_test_hooks", "test_script", "record"), "Debugging"),

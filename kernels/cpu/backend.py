@@ -41,7 +41,7 @@ MODEL_REGIONS = (
 )
 """Compiled for the model dtype."""
 
-F32_REGIONS = (noise.GUMBEL_NOISE, packing.PACK)
+F32_REGIONS = (noise.GUMBEL_NOISE, noise.DRAW, packing.PACK)
 """Compiled for f32 whatever the model dtype."""
 
 MIN_TILE_ROWS = 4
@@ -441,6 +441,21 @@ class CpuKernels:
             seeds_B.data_ptr(), positions_B.data_ptr(), out_BV.data_ptr(),
         )  # fmt: skip
         return out_BV
+
+    def draw(
+        self,
+        logits_BV: Tensor,
+        temperatures_B: Tensor,
+        seeds_B: Tensor,
+        positions_B: Tensor,
+        out_B: Tensor,
+    ) -> None:
+        num_rows, num_tokens = logits_BV.shape
+        self._run(
+            noise.DRAW, torch.float32, num_rows, num_rows, num_tokens, logits_BV.data_ptr(),
+            temperatures_B.data_ptr(), seeds_B.data_ptr(), positions_B.data_ptr(),
+            self._borrow(4 * num_rows * num_tokens), out_B.data_ptr(),
+        )  # fmt: skip
 
     def _borrow(self, num_bytes: int) -> int:
         """Return the address of scratch memory, valid until the next operation."""

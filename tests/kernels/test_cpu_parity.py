@@ -241,6 +241,20 @@ def test_gumbel_noise_is_bit_equal() -> None:
     assert CPU.gumbel_noise(seeds[:0], positions[:0], 10).shape == (0, 10)
 
 
+@pytest.mark.parametrize("width", [1, 5, 16, 17, 1536, 4097])
+def test_draws_are_those_of_the_reference(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    logits_BV = torch.randn(7, width, generator=generator) * 3
+    logits_BV[1] = logits_BV[1].round()  # ties: the first counts
+    logits_BV[2, ::2] = -torch.inf
+    temperatures_B = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.7, 1.3, 0.2])
+    seeds_B = torch.randint(-(2**62), 2**62, (7,), generator=generator)
+    positions_B, actual, expected = torch.arange(7) * 17, *torch.full((2, 7), -1)
+    CPU.draw(logits_BV, temperatures_B, seeds_B, positions_B, actual)
+    REFERENCE.draw(logits_BV, temperatures_B, seeds_B, positions_B, expected)
+    assert actual.tolist() == expected.tolist()
+
+
 def test_gumbel_noise_of_many_tokens_is_bit_equal() -> None:
     seeds, positions = torch.arange(20), torch.arange(20) * 1000
     actual = CPU.gumbel_noise(seeds, positions, 32_768)
