@@ -26,6 +26,7 @@ from whalepod.models.packed_files import PackedFiles, fingerprint
 from whalepod.models.source import (
     EMBEDDED_MODEL,
     SourceError,
+    compiled_code_folder,
     default_cache_folder,
     resolve_model,
 )
@@ -316,7 +317,11 @@ def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
             )
         return ReferenceKernels()
     kind = Int8CpuKernels if is_int8 else CpuKernels
-    kernels = kind(num_threads=device.num_threads or None, is_invariant=device.batch_invariant)
+    kernels = kind(
+        num_threads=device.num_threads or None,
+        is_invariant=device.batch_invariant,
+        code_folder=compiled_code_folder(),
+    )
     kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
     return kernels
 
