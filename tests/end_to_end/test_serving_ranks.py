@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -12,6 +14,15 @@ from tests.end_to_end.asking import answers_of_one, ask_all, assert_equal_answer
 from tests.end_to_end.conftest import serve
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(nano_folder: Path) -> Iterator[str]:
+    with serve(
+        str(nano_folder), "--ep", "2", "--dtype", "fp32", "--batch-invariant",
+        "--max-num-seqs", "8", "--kv-cache-memory", "16M",
+    ) as address:  # fmt: skip
+        yield address
 
 
 @pytest.mark.parametrize(
@@ -46,3 +57,25 @@ def test_ranks_answer_over_http_with_the_bits_of_one_rank(
             'whalepod_rank_num_requests_running{rank="1"} 0.0'
             in httpx2.get(f"{address}/metrics").text
         )
+
+
+def test_B115_one_request_does_not_wait_for_ranks_that_have_none(two_ranks: str) -> None:
+    """The idle rank joins each dispatch and combine with no rows; afterwards both can be busy."""
+    body: dict[str, Any] = {
+        "model": "nano",
+        "prompt": [5] * 70,
+        "max_tokens": 8,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
+    body |= {"temperature": 0.0, "return_token_ids": True}
+    before = httpx2.get(f"{two_ranks}/cluster").json()["ranks"]
+
+    ((token_ids, _),) = asyncio.run(ask_all(two_ranks, [body]))
+
+    after = httpx2.get(f"{two_ranks}/cluster").json()["ranks"]
+    tokens = [
+        a["generation_tokens"] - b["generation_tokens"] for a, b in zip(after, before, strict=True)
+    ]
+    assert sorted(tokens) == [0, 8]
+    assert [ids for ids, _ in asyncio.run(ask_all(two_ranks, [body] * 4))] == [token_ids] * 4
