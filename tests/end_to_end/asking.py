@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,18 @@ async def ask_all(address: str, bodies: list[dict[str, Any]]) -> list[Answer]:
     """Return the answers; of clients that leave, what they had read by then."""
     limits = httpx2.Limits(max_connections=len(bodies))
     async with httpx2.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
+        await _until_ready(client, address)
         return await asyncio.gather(*(_ask(client, address, dict(body)) for body in bodies))
+
+
+async def _until_ready(client: httpx2.AsyncClient, address: str) -> None:
+    """Wait until the server answers: it prints its address a moment before it listens."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with suppress(httpx2.TransportError):
+                if (await client.get(f"{address}/ready")).status_code == 200:
+                    return
+            await asyncio.sleep(0.05)
 
 
 async def _ask(client: httpx2.AsyncClient, address: str, body: dict[str, Any]) -> Answer:
