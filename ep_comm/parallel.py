@@ -73,7 +73,7 @@ class _ExpertsOver(Generic[M]):
                 "the experts take float32 or bfloat16 rows, the mode gives float8: "
                 "change its dispatch_dtype"
             )
-        self._mode = mode
+        self._mode: M = mode
         self._kernels = kernels
         self._packed = packed
         self._patience = patience

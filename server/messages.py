@@ -85,6 +85,8 @@ class EngineInfo:
     """Of the routed experts that are loaded here."""
     num_ranks: int = 1
     """Ranks that the experts are spread over."""
+    transport: str = ""
+    """What carries rows between the ranks; empty: there is one."""
     speculation: str = "off"
     """Who drafts and how many tokens, for people: "mtp, adaptive up to 4"."""
     structured_outputs_backend: GrammarBackendName = "llguidance"

@@ -78,7 +78,7 @@ class FakeRanks:
     def where(self, rank: int) -> str:
         return "it is in combine of layer 3"
 
-    def take_out(self, rank: int) -> None:
+    def take_out(self, rank: int, reason: str) -> None:
         self.taken_out.append(rank)
 
     def stop_replacing(self) -> None: ...
