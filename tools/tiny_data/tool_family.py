@@ -21,6 +21,10 @@ def integer(low: int, high: int) -> Draw:
     return lambda rng, split: rng.randint(low, high)
 
 
+def coined(rng: random.Random, split: Split) -> str:
+    return words.made_up_word(rng)
+
+
 def short_text(rng: random.Random, split: Split) -> str:
     """Draw a short message."""
     name, thing = words.name(rng, split), rng.choice(words.THINGS)
