@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from whalepod.tools.tiny_data import calls, passages, sums, words
+from whalepod.tools.tiny_data import calls, copying, passages, sums, words
 from whalepod.tools.tiny_data.facts import fact_sample
 from whalepod.tools.tiny_data.markup import write_calls
 from whalepod.tools.tiny_data.phrasing import varied
@@ -255,11 +255,11 @@ def idle_tool_sample(rng: random.Random, split: Split) -> Sample:
     """List tools beside a prompt that needs none of them."""
     maker = rng.choice(
         (greeting_sample, greeting_sample, fact_sample, passages.passage_sample,
-         memory_sample, story_sample, passages.copy_sample)
+         memory_sample, story_sample, copying.copy_sample)
     )  # fmt: skip
     if split == "train" and rng.random() < 0.3:
-        maker = rng.choice((outside_sample, sums.sum_sample, passages.json_sample, fact_sample,
-                            passages.passage_sample, passages.copy_sample))  # fmt: skip
+        maker = rng.choice((outside_sample, sums.sum_sample, copying.json_sample, fact_sample,
+                            passages.passage_sample, copying.copy_sample))  # fmt: skip
     sample = maker(rng, split)
     tools = tool_list(rng, split, [], rng.choice((1, 1, 2, 2, 3)))
     if maker is sums.sum_sample and any(calls.adds(tool) for tool in tools):
@@ -307,7 +307,7 @@ def drill_sample(rng: random.Random, split: Split) -> Sample:
 
 def solved_sample(rng: random.Random, split: Split) -> Sample:
     """Give the think mode to prompts that need no steps."""
-    sample = rng.choice((greeting_sample, fact_sample, passages.copy_sample))(rng, split)
+    sample = rng.choice((greeting_sample, fact_sample, copying.copy_sample))(rng, split)
     tools = tool_list(rng, split, [], 1) if rng.random() < 0.3 else []
     thought = "This is easy." if not tools else "No tool is needed."
     return replace(
@@ -321,7 +321,7 @@ def solved_sample(rng: random.Random, split: Split) -> Sample:
 
 def conversation_sample(rng: random.Random, split: Split) -> Sample:
     """Put one to three finished exchanges before a prompt."""
-    makers = (greeting_sample, fact_sample, sums.sum_sample, passages.copy_sample, outside_sample)
+    makers = (greeting_sample, fact_sample, sums.sum_sample, copying.copy_sample, outside_sample)
     history: list[Message] = []
     for _ in range(rng.randint(1, 3)):
         past = rng.choice(makers)(rng, split)
