@@ -10,6 +10,7 @@ from whalepod.tools.tiny_data.tool_family import (
     Family,
     choice,
     coined,
+    found_text,
     integer,
     path,
     same,
@@ -42,7 +43,7 @@ MORE_FAMILIES: dict[str, Family] = {
             ),
             dev=(), test=(),
         ),
-        result=lambda rng, slots: {"headline": short_text(rng, "train")},
+        result=lambda rng, slots: {"headline": found_text(rng)},
         answer="The news: {headline}",
     ),
     "joke": Family(
@@ -56,7 +57,7 @@ MORE_FAMILIES: dict[str, Family] = {
             ),
             dev=(), test=(),
         ),
-        result=lambda rng, slots: {"joke": short_text(rng, "train")},
+        result=lambda rng, slots: {"joke": found_text(rng)},
         answer="Here it is: {joke}",
     ),
     "count_letters": Family(
@@ -144,7 +145,7 @@ MORE_FAMILIES: dict[str, Family] = {
             ),
             dev=(), test=(),
         ),
-        result=lambda rng, slots: {"meaning": short_text(rng, "train")},
+        result=lambda rng, slots: {"meaning": found_text(rng)},
         answer="{word} means: {meaning}",
     ),
     "multiply": Family(

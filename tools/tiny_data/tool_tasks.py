@@ -87,7 +87,8 @@ _COINED_WORDS = words.listed(
 _HELD_OUT_NAMES = {
     name for family in FAMILIES.values() for name in (*family.names.dev, *family.names.test)
 }
-_COINED_SHARE = 0.75
+_COINED_SHARE = 0.6
+_MORE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ _COMPOSED_NAMES = (
 
 
 def _verb_and_noun(rng: random.Random, split: Split) -> tuple[str, str]:
-    if split == "train" and rng.random() < 0.5:
+    if split == "train" and rng.random() < 0.35:
         return rng.choice(_VERBS + _MORE_VERBS), rng.choice(_MORE_NOUNS)
     while True:
         verb, noun = rng.choice(_VERBS), rng.choice(_NOUNS)
@@ -242,7 +243,8 @@ def _composed_argument(rng: random.Random, split: Split, key: str) -> str:
 def task(rng: random.Random, split: Split) -> Task:
     if rng.random() < 0.35:
         return _composed_task(rng, split)
-    return _family_task(rng, split, rng.choice(sorted(_families(split))))
+    more = split == "train" and rng.random() < _MORE_SHARE
+    return _family_task(rng, split, rng.choice(sorted(MORE_FAMILIES if more else FAMILIES)))
 
 
 def tool_list(

@@ -10,6 +10,7 @@ from whalepod.tools.tiny_data.tool_family import (
     Argument,
     Family,
     choice,
+    found_text,
     integer,
     path,
     query,
@@ -239,7 +240,7 @@ READING: dict[str, Family] = {
             dev=("Please read {path}",),
             test=("Show me the file {path}", "What is in the file {path}?"),
         ),
-        result=lambda rng, slots: {"content": short_text(rng, "train")},
+        result=lambda rng, slots: {"content": found_text(rng)},
         answer="The file says: {content}",
     ),
     "stock": Family(
