@@ -77,9 +77,9 @@ def tool_words() -> list[str]:
 
 _COINED_WORDS = words.listed(
     """
-    please start find show give take request fetcher reader finder lookup2 by of for with at now
+    please start find show give take request fetcher reader finder by of for with at now
     one two all this user local remote global safe simple basic smart auto net web app bot
-    manager handler action func method request info2 hub box desk center point line
+    manager handler action func method request hub box desk center point line
     get fetch query ask do make use call run try new fast my api tool service client helper task
     quick main info data v2 open check
     """
@@ -87,7 +87,7 @@ _COINED_WORDS = words.listed(
 _HELD_OUT_NAMES = {
     name for family in FAMILIES.values() for name in (*family.names.dev, *family.names.test)
 }
-_COINED_SHARE = 0.6
+_COINED_SHARE = 0.85
 _MORE_SHARE = 0.25
 
 
@@ -136,7 +136,7 @@ def _spell_name(rng: random.Random, split: Split, key: str) -> str:
 
 def _spell_argument(rng: random.Random, split: Split, field: str, names: Patterns) -> str:
     """Name an argument; some training names are coined, too."""
-    if split == "train" and rng.random() < _COINED_SHARE / 2:
+    if split == "train" and rng.random() < 0.3:
         return rng.choice((f"{field}_{rng.choice(_COINED_WORDS)}", words.made_up_word(rng)))
     return names.pick(rng, split)
 
