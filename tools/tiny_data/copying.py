@@ -74,7 +74,7 @@ _JSON_DEEDS = varied(
         "what> {keys} as JSON", "what> the JSON with {keys}", "what> a JSON object with {keys}",
         "Keys: {keys}. Answer with JSON.", "I need JSON. The keys are {keys}.",
     ),
-    dev=(),
+    dev=("Write a JSON object with {keys}.",),
     test=("Return {keys} as JSON.", "Extract {keys} from this text as JSON."),
 )  # fmt: skip
 """Training joins them with the text; the whole forms above are the held-out ones."""
@@ -83,15 +83,11 @@ _JSON_DEEDS = varied(
 def _json_question(rng: random.Random, split: Split, told: str, keys: str) -> str:
     if split != "train":
         return _JSON_ASK.pick(rng, split).format(told=told, keys=keys)
-    while True:
-        ask = opened(rng, split, _JSON_DEEDS, 0.15)
-        if "a JSON object with {keys}" in ask and "write" in ask.lower():
-            continue  # too near to the form of dev
-        first, second = rng.choice(TEXT_OPENINGS) + "{told}", ask
-        if rng.random() < 0.35:
-            first, second = ask.rstrip(".") + rng.choice((":", ".", ".\n\n", "\n")), "{told}"
-        form = first + rng.choice((" ", "\n", "\n\n")) + second
-        return form.format(told=told, keys=keys)
+    ask = opened(rng, split, _JSON_DEEDS, 0.15)
+    first, second = rng.choice(TEXT_OPENINGS) + told, ask.format(keys=keys)
+    if rng.random() < 0.35:
+        first, second = second.rstrip(".") + rng.choice((":", ".", ".\n\n", "\n")), told
+    return first + rng.choice((" ", "\n", "\n\n")) + second
 
 
 _JSON_KEYS = {
