@@ -175,6 +175,9 @@ class Runner:
             self._cache.copy_rows(copy.source, copy.target, copy.num_tokens)
             if self._speculator is not None:
                 self._speculator.note_copy(copy)
+        if self._speculator is not None:
+            for sequence_id in plan.preempted:
+                self._speculator.note_preempted(sequence_id)
         results, draft_ns = self._run_rows(plan.rows, num_passes) if plan.rows else ((), 0)
         return StepResult(
             step=plan.step,
@@ -285,7 +288,7 @@ def _add_drafts(
     ends = [span.text_end() for span in spans]
     for i, drafts in enumerate(speculator.draft(ends, num_passes)):
         if drafts:
-            results[i] = replace(results[i], draft_token_ids=drafts)
+            results[i] = replace(results[i], draft_token_ids=tuple(drafts))
         if accepted := ends[i].accepted:
             spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
