@@ -95,11 +95,11 @@ class EngineServer:
         messages: list[ToEngine] = []
         if wait and not self._poller.poll(self._poll_ms):
             return messages
-        with suppress(zmq.Again):
-            while len(messages) < MAX_RECEIVED_AT_ONCE:
-                message = _decode_or_none(self._socket.recv(zmq.NOBLOCK))
-                if message is not None:
-                    messages.append(message)
+        # asked between all steps: far cheaper than to try and be refused
+        while self._socket.get(zmq.EVENTS) & zmq.POLLIN and len(messages) < MAX_RECEIVED_AT_ONCE:
+            message = _decode_or_none(self._socket.recv(zmq.NOBLOCK))
+            if message is not None:
+                messages.append(message)
         return messages
 
     def send(self, message: ToGateway) -> None:
@@ -323,7 +323,7 @@ class EngineChannel:
     def _take(self, message: ToEngine | ToGateway) -> None:
         match message:
             case StepOutputs():
-                self._stats = message.stats
+                self._stats = message.stats or self._stats
                 for output in message.outputs:
                     if (mailbox := self._mailboxes.get(output.request_id)) is not None:
                         mailbox.put(output)

@@ -187,6 +187,8 @@ def _decoder(hint: Any, path: str) -> Decoder:
         return _scalar(hint, path)
     if is_dataclass(hint):
         return _decoder_of_class(hint)
+    if hasattr(hint, "_field_defaults"):
+        return _record(hint, path)
     if origin is Literal:
         return _literal(args, path)
     if origin in (types.UnionType, Union):
@@ -268,6 +270,21 @@ def _fixed(args: tuple[Any, ...], path: str) -> Decoder:
         return tuple([decoder(item) for decoder, item in zip(decoders, items, strict=True)])
 
     return decode_fixed
+
+
+def _record(cls: Any, path: str) -> Decoder:
+    """Read a named tuple; msgpack writes it as the list of its fields without any help."""
+    hints, names = get_type_hints(cls), cls._fields
+    decoders = [_decoder(hints[name], f"{path}.{name}") for name in names]
+    num_required = len(names) - len(cls._field_defaults)
+
+    def decode_record(raw: Any) -> Any:
+        items = _list(raw, path)
+        if len(items) < num_required:
+            raise MessageError(f"{path}: field {names[len(items)]} is missing")
+        return cls(*[decoder(item) for decoder, item in zip(decoders, items, strict=False)])
+
+    return decode_record
 
 
 def _mapping(args: tuple[Any, ...], path: str) -> Decoder:

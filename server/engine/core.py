@@ -22,6 +22,7 @@ from whalepod.server.engine.runner import Runner, new_runner_sequence
 from whalepod.server.engine.scripted import Encode, Script
 from whalepod.server.engine.speculation import step_record
 from whalepod.server.messages import (
+    STATS_INTERVAL_US,
     Abort,
     EngineInfo,
     Ping,
@@ -99,6 +100,9 @@ class EngineCore:
         self._scripts: dict[int, Script] = {}
         self._held: dict[int, SequenceOutput] = {}
         self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
+        self._now_us = 0
+        self._stats_due_us = 0
+        self._has_stats_to_tell = True
 
     def reseed(self, seed: str) -> None:
         """Start the generator of the seeds of requests that bring none: ranks must not draw the
@@ -225,13 +229,15 @@ class EngineCore:
             return rejected(submit, error.code, error.message)
         except ValueError as error:
             return rejected(submit, "invalid_request", str(error))
+        self._has_stats_to_tell = True
         self._live[request.request_id] = [s.sequence_id for s in request.sequences]
         for sequence in request.sequences:
             self._add_sequence(sequence, script, matcher)
         return None
 
     def _note_clock(self) -> None:
-        self._scheduler.note_clock(time.monotonic_ns() // 1000)
+        self._now_us = time.monotonic_ns() // 1000
+        self._scheduler.note_clock(self._now_us)
 
     def _new_request(self, submit: Submit) -> Request:
         params = submit.params
@@ -273,6 +279,7 @@ class EngineCore:
 
     def _abort(self, request_id: str) -> StepOutputs | None:
         """Free a request; without a step to come, say here what the counters are now."""
+        self._has_stats_to_tell = True
         self._compiling.pop(request_id, None)
         was_alive = request_id in self._live
         self._scheduler.cancel(request_id)
@@ -311,9 +318,18 @@ class EngineCore:
         if plan is None:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats) if outputs else None
         plan, result = self._run(plan)
-        self.depth.observe(step_record(plan, result))
+        if self.runner.makes_drafts:
+            self.depth.observe(step_record(plan, result))
         outputs += self.finish(result)
-        return StepOutputs(outputs=tuple(outputs), stats=self.stats)
+        return StepOutputs(outputs=tuple(outputs), stats=self._due_stats())
+
+    def _due_stats(self) -> Stats | None:
+        """Return the counters if a gateway's are too old, or tell of other requests."""
+        if not self._has_stats_to_tell and self._now_us < self._stats_due_us:
+            return None
+        self._has_stats_to_tell = False
+        self._stats_due_us = self._now_us + STATS_INTERVAL_US
+        return self.stats
 
     @property
     def num_compiling(self) -> int:
@@ -371,20 +387,7 @@ class EngineCore:
             return again, _failed_result(again, "the engine failed at this step; its log says why")
 
     def _message(self, output: Output) -> SequenceOutput | None:
-        message = SequenceOutput(
-            request_id=output.request_id,
-            index=output.index,
-            token_ids=tuple(output.token_ids),
-            logprobs=tuple(output.logprobs),
-            prompt_logprobs=tuple(output.prompt_logprobs),
-            num_cached_tokens=output.num_cached_tokens,
-            queue_us=output.queue_us,
-            finish_reason=output.finish_reason,
-            stop_token_id=output.stop_token_id,
-            num_accepted_drafts=output.num_accepted_drafts,
-            num_rejected_drafts=output.num_rejected_drafts,
-            error=output.error,
-        )
+        message = SequenceOutput._make(output[1:])
         if output.sequence_id in self._scripts:
             return self._hold(output, message)
         if output.finish_reason is not None:
@@ -412,6 +415,7 @@ class EngineCore:
         live.remove(output.sequence_id)
         if not live:
             del self._live[output.request_id]
+            self._has_stats_to_tell = True
 
 
 def _failed_result(plan: Plan, error: str) -> StepResult:
