@@ -46,6 +46,7 @@ class ForwardBatch:
     context_lens_B: Tensor
     block_tables_BM: Tensor
     max_query_tokens: int
+    num_tokens: int = field(init=False)
     _places: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +56,7 @@ class ForwardBatch:
         )  # fmt: skip
         addresses = [tensor.data_ptr() for tensor in tensors]
         places = (*addresses, *self.token_ids_T.shape, *self.block_tables_BM.shape)
+        object.__setattr__(self, "num_tokens", len(self.token_ids_T))
         object.__setattr__(self, "_places", places)
 
     def places(self) -> tuple[int, ...]:

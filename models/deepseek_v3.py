@@ -71,7 +71,7 @@ class DeepseekV3:
         """
         # without expanded attention nothing but `Kernels` sees a tensor
         is_plain = batch.max_query_tokens <= self._absorbed_max_query_tokens
-        if not (is_plain and self._is_local and len(batch.token_ids_T) <= MAX_REPEATED_TOKENS):
+        if not (is_plain and self._is_local and batch.num_tokens <= MAX_REPEATED_TOKENS):
             return self._compute(batch, cache)
         key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
         return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, cache))

@@ -38,8 +38,7 @@ class BlockCopy:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """One step: first the copies, then the rows; preempted sequences lost their cache rows."""
 
     step: int
@@ -78,8 +77,7 @@ class RowResult(NamedTuple):
     """The row failed (a test hook, a numerical fault): its request ends with this message."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     step: int
     rows: tuple[RowResult, ...]
     step_time_us: int = 0

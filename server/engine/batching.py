@@ -11,7 +11,6 @@ import torch
 from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.batch import ForwardBatch, TokenSpan
 
-
 MAX_LAYOUTS = 64
 """Shapes of a step whose views of the buffers are kept."""
 FEW_TOKENS = 8

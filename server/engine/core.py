@@ -89,7 +89,7 @@ class EngineCore:
         self.runner = runner
         self.is_stopping = False
         self.may_sleep = True
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
         self._hooks = hooks
@@ -111,11 +111,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._compiling)
+        return self.scheduler.has_work or bool(self._compiling)
 
     @property
     def stats(self) -> Stats:
-        s = self._scheduler.stats()
+        s = self.scheduler.stats()
         return Stats(
             num_running=s.num_running,
             num_waiting=s.num_waiting,
@@ -140,7 +140,7 @@ class EngineCore:
 
     def check(self) -> None:
         """Raise AssertionError unless every block and every sequence has exactly one owner."""
-        self._scheduler.check()
+        self.scheduler.check()
         num_live = sum(len(sequence_ids) for sequence_ids in self._live.values())
         assert self.runner.num_sequences == num_live, (
             f"the runner keeps {self.runner.num_sequences} sequences, {num_live} are alive"
@@ -186,7 +186,7 @@ class EngineCore:
             case Ping(nonce=nonce):
                 return Pong(nonce=nonce, stats=self.stats)
             case ResetPrefixCache():
-                self._scheduler.reset_prefix_cache()
+                self.scheduler.reset_prefix_cache()
             case Shutdown():
                 self.is_stopping = True
         return None
@@ -224,7 +224,7 @@ class EngineCore:
             script = self._new_script(submit.test_steps)
             request = self._new_request(submit)
             self._note_clock()
-            self._scheduler.add(request)
+            self.scheduler.add(request)
         except RequestRejected as error:
             return rejected(submit, error.code, error.message)
         except ValueError as error:
@@ -237,7 +237,7 @@ class EngineCore:
 
     def _note_clock(self) -> None:
         self._now_us = time.monotonic_ns() // 1000
-        self._scheduler.note_clock(self._now_us)
+        self.scheduler.note_clock(self._now_us)
 
     def _new_request(self, submit: Submit) -> Request:
         params = submit.params
@@ -262,7 +262,7 @@ class EngineCore:
     def _add_sequence(
         self, sequence: ScheduledSequence, script: Script | None, matcher: Matcher | None
     ) -> None:
-        request, eos_token_ids = sequence.request, self._scheduler.eos_token_ids
+        request, eos_token_ids = sequence.request, self.scheduler.eos_token_ids
         grammar = None
         if matcher is not None and request.params.constraint is not None:
             grammar = GrammarState(
@@ -282,7 +282,7 @@ class EngineCore:
         self._has_stats_to_tell = True
         self._compiling.pop(request_id, None)
         was_alive = request_id in self._live
-        self._scheduler.cancel(request_id)
+        self.scheduler.cancel(request_id)
         for sequence_id in self._live.pop(request_id, ()):
             self._drop_sequence(sequence_id)
         if self.has_work or not was_alive:
@@ -290,7 +290,7 @@ class EngineCore:
         return StepOutputs(outputs=(), stats=self.stats)
 
     def _withdraw(self, request_id: str) -> Withdrawn | None:
-        if request_id not in self._compiling and not self._scheduler.is_queued(request_id):
+        if request_id not in self._compiling and not self.scheduler.is_queued(request_id):
             return None
         self._abort(request_id)
         return Withdrawn(request_id=request_id)
@@ -309,10 +309,10 @@ class EngineCore:
         return outputs
 
     def _step(self) -> StepOutputs | None:
-        if self._compiling and not self._scheduler.has_work:
+        if self._compiling and not self.scheduler.has_work:
             wait([matcher for _, matcher in self._compiling.values()], timeout=COMPILE_POLL_S)
         outputs = self.admit_compiled()
-        if not self._scheduler.has_work:
+        if not self.scheduler.has_work:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats)
         plan = self.plan(self.depth.choose())
         if plan is None:
@@ -338,7 +338,7 @@ class EngineCore:
 
     def count_tokens_at_most(self) -> int:
         """Return a bound on the tokens of the next step; 0: nothing can run."""
-        return self._scheduler.count_tokens_at_most()
+        return self.scheduler.count_tokens_at_most()
 
     def plan(self, num_drafts: int, max_tokens: int | None = None) -> Plan | None:
         """Decide what the next step computes; `finish`, `fail` or `give_up` ends it.
@@ -348,16 +348,16 @@ class EngineCore:
         """
         self._note_clock()
         self._num_drafts = num_drafts
-        return self._scheduler.step(num_drafts, max_tokens)
+        return self.scheduler.step(num_drafts, max_tokens)
 
     def finish(self, result: StepResult) -> list[SequenceOutput]:
         """Take the results of the step in flight."""
-        messages = [self._message(output) for output in self._scheduler.finish(result)]
+        messages = [self._message(output) for output in self.scheduler.finish(result)]
         return [message for message in messages if message is not None]
 
     def fail(self, plan: Plan) -> None:
         """Keep nothing of the step in flight: its tokens are planned again."""
-        self._scheduler.finish_failed(plan.step)
+        self.scheduler.finish_failed(plan.step)
 
     def give_up(self, plan: Plan, error: Exception) -> list[SequenceOutput]:
         """End the requests of the step in flight with an error."""
@@ -378,7 +378,7 @@ class EngineCore:
         except Exception:
             logger.exception("step %d failed and is run again", plan.step)
         self.fail(plan)
-        again = self._scheduler.step(self._num_drafts)
+        again = self.scheduler.step(self._num_drafts)
         assert again is not None, f"step {plan.step} failed and cannot be planned again"
         try:
             return again, self.runner.run(again)
@@ -403,7 +403,7 @@ class EngineCore:
         if output.finish_reason is not None:
             self._end(output)
             return message
-        num_generated = self._scheduler.sequence(sequence_id).num_generated
+        num_generated = self.scheduler.sequence(sequence_id).num_generated
         if self._scripts[sequence_id].ends_step(num_generated):
             return message
         self._held[sequence_id] = message

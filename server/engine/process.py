@@ -7,6 +7,7 @@ else over the channel: first an `EngineInfo`, or an `EngineFailed` when it canno
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import shutil
@@ -87,6 +88,8 @@ def run(address: str, parent_pid: int, open_engine: Open, folders: Sequence[str]
     try:
         core = open_engine(sys.stdin.buffer.read(), server, stop.is_set)
         server.send(core.info)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: to look through it again would hold up a step
         serve(core, server, stop.is_set)
         core.close()
         return 0

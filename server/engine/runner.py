@@ -120,10 +120,10 @@ class Runner:
         batches: BatchBuilder,
         speculator: Speculator | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._cache = cache
-        self._sampler = sampler
-        self._batches = batches
+        self.sampler = sampler
+        self.batches = batches
         self._speculator = speculator
         self._sequences: dict[int, RunnerSequence] = {}
 
@@ -149,7 +149,7 @@ class Runner:
     @torch.inference_mode()
     def join(self, num_passes: int) -> None:
         """Take part in a step of other ranks, in which the draft layer runs `num_passes` times."""
-        self._model.join()
+        self.model.join()
         if self._speculator is not None:
             self._speculator.join(num_passes)
 
@@ -168,19 +168,15 @@ class Runner:
             if self._speculator is not None:
                 self._speculator.note_copy(copy)
         results, draft_ns = self._run_rows(plan.rows, num_passes) if plan.rows else ((), 0)
-        return StepResult(
-            step=plan.step,
-            rows=results,
-            step_time_us=(time.perf_counter_ns() - started) // 1000,
-            draft_time_us=draft_ns // 1000,
-        )
+        step_time_us = (time.perf_counter_ns() - started) // 1000
+        return StepResult(plan.step, results, step_time_us, draft_ns // 1000)
 
     def _run_rows(
         self, rows: SequenceOf[Row], num_passes: int
     ) -> tuple[tuple[RowResult, ...], int]:
         """Return the results of rows and the nanoseconds spent on drafts."""
-        batch = self._batches.build(rows)
-        hidden_TH = self._model.forward(batch, self._cache)
+        batch = self.batches.build(rows)
+        hidden_TH = self.model.forward(batch, self._cache)
         spans = self._spans(rows)
         if self._speculator is not None:
             self._speculator.note_forward(rows, batch, hidden_TH)
@@ -217,8 +213,8 @@ class Runner:
         if not wanted:
             return
         every_row = len(hidden_rows) == hidden_TH.shape[0]
-        logits_BV = self._model.logits(hidden_TH if every_row else hidden_TH[hidden_rows])
-        samples = self._sampler.sample(logits_BV, wanted)
+        logits_BV = self.model.logits(hidden_TH if every_row else hidden_TH[hidden_rows])
+        samples = self.sampler.sample(logits_BV, wanted)
         for span in spans:
             if span.row.sample:
                 _judge(span, samples, logits_BV)
@@ -229,7 +225,7 @@ class Runner:
         state, drafts = span.sequence.state, span.drafts
         position = span.row.start + len(span.row.token_ids) - len(drafts)
         for index in range(len(drafts)):
-            if self._sampler.by_rejection:
+            if self.sampler.by_rejection:
                 log_q_V = self._speculator.log_q(span.row, index) if self._speculator else None
                 judged = Wanted(state, position + index, drafts[:index], drafts[index], log_q_V)
                 wanted.append(judged)
@@ -255,7 +251,7 @@ class Runner:
         for first in range(start + 1, end, PROMPT_LOGPROB_ROWS):
             next_ids = state.prompt_token_ids[first : min(first + PROMPT_LOGPROB_ROWS, end)]
             begin = span.hidden_row(first)
-            logits_TV = self._model.logits(hidden_TH[begin : begin + len(next_ids)])
+            logits_TV = self.model.logits(hidden_TH[begin : begin + len(next_ids)])
             found += logprobs(logits_TV, next_ids, num_top)
         return tuple(found)
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from whalepod.kernels.interface import Kernels
 from whalepod.mtp.verify import choose_by_rejection, uniform_of_gumbel
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
-
 
 Logits: TypeAlias = NDArray[np.float32]
 
@@ -53,8 +52,7 @@ class Wanted:
     log_q_V: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(NamedTuple):
     """The choices in the order of the rows; a logprob only where the request asks for it."""
 
     token_ids: list[int]

@@ -84,7 +84,9 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
     st.builds(ResetPrefixCache),
     st.just(Shutdown()),
     st.builds(EngineInfo, load_seconds=NUMBERS, **ENGINE_NUMBERS),
-    st.builds(StepOutputs, outputs=st.lists(OUTPUTS, max_size=3).map(tuple), stats=st.none() | STATS),
+    st.builds(
+        StepOutputs, outputs=st.lists(OUTPUTS, max_size=3).map(tuple), stats=st.none() | STATS
+    ),
     st.builds(Rejected, request_id=st.text(), code=st.text(), message=st.text()),
     st.builds(Pong, nonce=INT64, stats=STATS),
     st.builds(EngineFailed, message=st.text()),
@@ -153,7 +155,10 @@ def test_unknown_fields_are_ignored() -> None:
         (b"", "not msgpack"),
         (b"\x91" * 100_000, "not msgpack"),
         (wire(StepOutputs(outputs=()), outputs=[["a"]]), "index is missing"),
-        (wire(StepOutputs(outputs=()), outputs=[["a", 0, [1], "b"]]), "outputs.logprobs: expected a list"),
+        (
+            wire(StepOutputs(outputs=()), outputs=[["a", 0, [1], "b"]]),
+            "outputs.logprobs: expected a list",
+        ),
         (wire(StepOutputs(outputs=()), outputs=[{"index": 0}]), "expected a list, got dict"),
     ],
 )
