@@ -87,9 +87,9 @@ def run(address: str, parent_pid: int, open_engine: Open, folders: Sequence[str]
     server = EngineServer(address, stop.is_set)
     try:
         core = open_engine(sys.stdin.buffer.read(), server, stop.is_set)
-        server.send(core.info)
         gc.collect()
         gc.freeze()  # what is loaded stays: to look through it again would hold up a step
+        server.send(core.info)
         serve(core, server, stop.is_set)
         core.close()
         return 0
