@@ -109,7 +109,7 @@ class Exchange:
         self._epoch += 1
         word = self._regions.words.word(self._place(self._group.rank))
         value = signal_value(self._epoch, self._group.abort_count())
-        for rank in self._group.live():
+        for rank in self._group.hearers():
             self._group.transport.signal_op(word, value, rank)
 
     def resume(self, number: int) -> None:

@@ -97,7 +97,8 @@ class Group:
     """The ranks that dispatch and combine together, as this one sees them.
 
     Owns the set of suspect ranks (local: the control plane decides who stays in the group), the one
-    to blame for the last failure, and how long this rank has waited for each other one.
+    to blame for the last failure, and how long this rank has waited for each other one. A suspect
+    is not waited for and gets no rows, but it hears when a call is given up: it may only be slow.
 
     is_gone  asked now and then while this rank waits for another: True ends the wait before its
              deadline. It must be cheap, and must not wait itself.
@@ -113,6 +114,7 @@ class Group:
         if self.num_ranks > MAX_RANKS:
             raise ValueError(f"{self.num_ranks} ranks in a group, at most {MAX_RANKS} can be named")
         self.suspects: set[int] = set()
+        self._doubted: set[int] = set()
         self.culprit: int | None = None
         self.wait_ms_R = torch.zeros(self.num_ranks, dtype=torch.float64)
 
@@ -142,9 +144,20 @@ class Group:
         """Return the count that gives a call up and says because of whom."""
         return _FIRST_ABORT + (self.rank if self.culprit is None else self.culprit)
 
-    def readmit(self, rank: int) -> None:
-        """Wait for `rank` again: it has come back at a new membership epoch."""
-        self.suspects.discard(rank)
+    def suspect(self, rank: int) -> None:
+        """Wait for `rank` no more, and blame it, until the control plane has decided."""
+        self.suspects.add(rank)
+        self._doubted.add(rank)
+        self.culprit = rank
+
+    def mask(self, ranks: Iterable[int]) -> None:
+        """Wait for all but `ranks`, which the control plane has found to be gone."""
+        self.suspects = set(ranks)
+        self._doubted.clear()
+
+    def hearers(self) -> list[int]:
+        """Return whom to tell that a call is given up: all ranks but those that are masked."""
+        return sorted({*self.live(), *self._doubted})
 
     def live(self) -> list[int]:
         """Return the ranks that are not suspect, in order."""
@@ -206,8 +219,7 @@ class Arrivals:
         group.wait_ms_R[writer] += now_ms - start_ms
         if arrived:
             return value
-        group.suspects.add(writer)
-        group.culprit = writer
+        group.suspect(writer)
         self._found["late" if now_ms >= deadline_ms else "gone"].add(writer)
         if source != writer:
             self._found["lost"].add(source)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,26 +44,23 @@ class Patience:
 
 ModeName = Literal["low_latency", "throughput"]
 ExpertMode: TypeAlias = LowLatency | Throughput
+M = TypeVar("M", LowLatency, Throughput)
 
 
 def note_nothing(layer: str, operation: str) -> None:
     """Be the `Note` of those who watch nothing."""
 
 
-class LowLatencyExperts:
-    """`RoutedExperts` over the low-latency mode: every choice is computed as a row of its own.
+class _ExpertsOver(Generic[M]):
+    """This rank's experts of one layer, and the mode that brings rows to them and back.
 
-    With f32 rows on the way back and no `pre_reduce`, the owner of a token sums its unrounded
-    expert rows in k order, as one rank with all experts does: the bits are the same (DESIGN:
-    batch-invariant mode).
-
-    mode     with packed output; several layers share it
-    packed   this rank's experts of one layer
+    mode     several layers share it
+    packed   this rank's experts of the layer
     """
 
     def __init__(
         self,
-        mode: LowLatency,
+        mode: M,
         kernels: Kernels,
         packed: Packed,
         *,
@@ -71,10 +68,10 @@ class LowLatencyExperts:
         layer: str = "",
         note: Note = note_nothing,
     ) -> None:
-        if mode.config.output != "packed" or mode.config.dispatch_dtype == "float8":
+        if mode.config.dispatch_dtype == "float8":
             raise ValueError(
-                f"the experts take packed float32 or bfloat16 rows, the mode gives "
-                f"{mode.config.output} {mode.config.dispatch_dtype}: change its configuration"
+                "the experts take float32 or bfloat16 rows, the mode gives float8: "
+                "change its dispatch_dtype"
             )
         self._mode = mode
         self._kernels = kernels
@@ -83,8 +80,18 @@ class LowLatencyExperts:
         self._layer = layer
         self._note = note
 
+
+class LowLatencyExperts(_ExpertsOver[LowLatency]):
+    """`RoutedExperts` over the low-latency mode: every choice is computed as a row of its own.
+
+    With f32 rows on the way back and no `pre_reduce`, the owner of a token sums its unrounded
+    expert rows in k order, as one rank with all experts does: the bits are the same (DESIGN:
+    batch-invariant mode). The mode's output is packed.
+    """
+
     def __call__(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         mode, note, layer = self._mode, self._note, self._layer
+        assert mode.config.output == "packed", mode.config
         note(layer, "dispatch, sending")
         weights_sent = weights_TK if mode.config.pre_reduce else None
         deadline_ms = mode.group.deadline(self._patience.dispatch_ms)
@@ -104,33 +111,11 @@ class LowLatencyExperts:
         return y_TH
 
 
-class ThroughputExperts:
+class ThroughputExperts(_ExpertsOver[Throughput]):
     """`RoutedExperts` over the throughput mode: a rank sums its own experts of a token.
 
     Fewer bytes than one row per choice; sums are formed in another order than on one rank.
     """
-
-    def __init__(
-        self,
-        mode: Throughput,
-        kernels: Kernels,
-        packed: Packed,
-        *,
-        patience: Patience,
-        layer: str = "",
-        note: Note = note_nothing,
-    ) -> None:
-        if mode.config.dispatch_dtype == "float8":
-            raise ValueError(
-                "the experts take float32 or bfloat16 rows, the mode gives float8: "
-                "change its dispatch_dtype"
-            )
-        self._mode = mode
-        self._kernels = kernels
-        self._packed = packed
-        self._patience = patience
-        self._layer = layer
-        self._note = note
 
     def __call__(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._note(self._layer, "dispatch")
@@ -222,18 +207,12 @@ class Dispatcher:
         return ("low_latency", low), ("throughput", bulk)
 
     def _over(self, mode: ExpertMode, packed: Packed, layer: str) -> RoutedExperts:
+        kernels, patience, note = self._kernels, self.patience, self._note
         if isinstance(mode, LowLatency):
             return LowLatencyExperts(
-                mode,
-                self._kernels,
-                packed,
-                patience=self.patience,
-                layer=layer,
-                note=self._note,
+                mode, kernels, packed, patience=patience, layer=layer, note=note
             )
-        return ThroughputExperts(
-            mode, self._kernels, packed, patience=self.patience, layer=layer, note=self._note
-        )
+        return ThroughputExperts(mode, kernels, packed, patience=patience, layer=layer, note=note)
 
 
 class SpreadExperts:

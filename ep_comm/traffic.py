@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from whalepod.ep_comm import exchange, handshake
 from whalepod.ep_comm.exchange import ExchangeRegions
@@ -15,6 +17,7 @@ from whalepod.ep_comm.modes.throughput import Throughput
 from whalepod.ep_comm.modes.throughput_config import ThroughputConfig, ThroughputRegions
 from whalepod.ep_comm.parallel import ExpertMode, ModeName
 from whalepod.ep_comm.rows import RowDtype
+from whalepod.ep_comm.transport.loopback import LoopbackGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,3 +113,24 @@ class GroupHeap:
             return LowLatency(group, config, regions, poison_unused=poison_unused)
         assert isinstance(regions, ThroughputRegions)
         return Throughput(group, config, regions)
+
+
+def warm_up(traffic: Traffic) -> None:
+    """Compile what both modes do to rows, so that no request waits for a compiler.
+
+    Sends one token through each, on a group of one rank: machine code depends on the dtypes, and on
+    no size.
+    """
+    alone = replace(traffic, num_ranks=1, ranks_per_node=1, decode_tokens=1, max_tokens=1)
+    heap = GroupHeap(alone, record_bytes=8)
+    [transport] = LoopbackGroup(1, heap.layout.num_bytes).transports
+    dtype = alone.low_latency(1).dispatch_format.torch_dtype
+    x_TH, weights_TK = torch.zeros(1, alone.hidden, dtype=dtype), torch.ones(1, alone.num_choices)
+    ids_TK = torch.arange(alone.num_choices)[None]
+    for mode in heap.modes(Group(transport)).values():
+        if isinstance(mode, LowLatency):
+            result = mode.dispatch(x_TH, ids_TK, 1.0)
+            mode.combine(result.rows, result.handle, weights_TK, 1.0)
+        else:
+            received = mode.dispatch(x_TH, ids_TK, weights_TK, 1.0)
+            mode.combine(received.x_NH, received.routing, 1.0)

@@ -163,8 +163,37 @@ class DecoderLayer:
 
         The norm that follows the layer is fused with the layer's last addition.
         """
-        add_norm = self._kernels.add_rms_norm
         x_TH = self.attention(x_TH, batch, plan, cache_PBC, cos_sin_SD)
+        return self._finish(x_TH, residual_TH, next_norm_H)
+
+    def ends(
+        self,
+        x_TH: Tensor,
+        residual_TH: Tensor,
+        next_norm_H: Tensor,
+        stored: tuple[Tensor, Tensor],
+        rows_B: Tensor,
+        positions_B: Tensor,
+        plan: AttentionPlan,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Store the rows of all tokens, and go on with those in `rows_B` only.
+
+        stored  positions and slots of all tokens; `positions_B` and `plan` are those that go on.
+        """
+        projected_TJ = self.attention.store(x_TH, *stored, cache_PBC, cos_sin_SD)
+        if len(rows_B) < len(x_TH):
+            projected_TJ, residual_TH = (
+                self._kernels.embed(rows_B, all_TJ) for all_TJ in (projected_TJ, residual_TH)
+            )
+        x_BH = self.attention.attend(projected_TJ, positions_B, plan, cache_PBC, cos_sin_SD)
+        return self._finish(x_BH, residual_TH, next_norm_H)
+
+    def _finish(
+        self, x_TH: Tensor, residual_TH: Tensor, next_norm_H: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        add_norm = self._kernels.add_rms_norm
         x_TH, residual_TH = add_norm(x_TH, residual_TH, self._post_attention_norm_H, self._eps)
         x_TH = self._mlp(x_TH)
         return add_norm(x_TH, residual_TH, next_norm_H, self._eps)

@@ -15,8 +15,8 @@ MAX_SPECULATIVE_TOKENS = 4
 class Constraint:
     """A grammar that the answer, or what follows its reasoning, must fulfil."""
 
-    kind: Literal["json_schema", "regex", "lark", "gbnf", "any"]
-    """"any": no grammar, only what the other fields say."""
+    kind: Literal["json_schema", "regex", "lark", "gbnf", "rules", "any"]
+    """"rules": of our own making; "any": no grammar, only what the other fields say."""
     grammar: str
     starts_after: int | None = None
     """The token behind which the grammar begins; None: at the start of the answer."""

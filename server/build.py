@@ -26,6 +26,7 @@ from whalepod.models.packed_files import PackedFiles, fingerprint
 from whalepod.models.source import (
     EMBEDDED_MODEL,
     SourceError,
+    compiled_code_folder,
     default_cache_folder,
     resolve_model,
 )
@@ -57,6 +58,7 @@ from whalepod.server.engine.sampling_state import SamplingState
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
 from whalepod.server.progress import reporter
+from whalepod.server.structured.backends import is_installed, new_compiler
 from whalepod.server.structured.interface import Compiler
 
 ANY_CHUNK = 2**31
@@ -90,6 +92,12 @@ def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> E
         raise StartupError(
             f"expert_parallel_size is {config.parallel.expert_parallel_size}, and this is one "
             "engine: ranks are started by `whalepod serve`"
+        )
+    if not is_installed(config.structured_outputs_backend):
+        name = config.structured_outputs_backend
+        raise StartupError(
+            f"--structured-outputs-backend {name}: the package {name} is not installed; "
+            f"pip install 'whalepod[{name}]', or leave the flag out"
         )
     if config.device.num_threads:
         torch.set_num_threads(config.device.num_threads)
@@ -152,7 +160,7 @@ def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> E
         depth=new_depth(config.speculation) if speculator else None,
         seed=config.source.seed,
         hooks=_new_hooks(config, loaded.folder, eos_token_ids),
-        grammars=_new_grammars(loaded, eos_token_ids),
+        grammars=_new_grammars(config, loaded, eos_token_ids),
         journal=journal,
     )
 
@@ -178,6 +186,7 @@ def _describe(
         expert_bytes=loaded.expert_bytes,
         num_ranks=config.parallel.expert_parallel_size,
         speculation=speculation,
+        structured_outputs_backend=config.structured_outputs_backend,
     )
 
 
@@ -308,7 +317,11 @@ def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
             )
         return ReferenceKernels()
     kind = Int8CpuKernels if is_int8 else CpuKernels
-    kernels = kind(num_threads=device.num_threads or None, is_invariant=device.batch_invariant)
+    kernels = kind(
+        num_threads=device.num_threads or None,
+        is_invariant=device.batch_invariant,
+        code_folder=compiled_code_folder(),
+    )
     kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
     return kernels
 
@@ -406,16 +419,18 @@ def _new_hooks(
     return TestHooks(encode=load_encode(folder), eos_token_id=min(eos_token_ids))
 
 
-def _new_grammars(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> GrammarStore | None:
+def _new_grammars(
+    config: EngineConfig, loaded: LoadedModel, eos_token_ids: frozenset[int]
+) -> GrammarStore | None:
     file, vocab_size = loaded.folder / "tokenizer.json", loaded.config.vocab_size
     if not file.exists() or not eos_token_ids:
         return None
 
     def load() -> Compiler:
-        from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
-
         text = file.read_text(encoding="utf-8")
-        return LlguidanceCompiler(text, vocab_size, sorted(eos_token_ids))
+        return new_compiler(
+            config.structured_outputs_backend, text, vocab_size, sorted(eos_token_ids)
+        )
 
     return GrammarStore(load)
 

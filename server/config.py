@@ -12,6 +12,7 @@ from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
 
 DtypeName = Literal["auto", "bf16", "fp32"]
+GrammarBackendName = Literal["llguidance", "xgrammar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    structured_outputs_backend: Annotated[
+        GrammarBackendName, "library that keeps answers to their grammars"
+    ] = "llguidance"
     enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
     record: Annotated[str | None, "write every engine input to this file, for replay"] = None
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import TokenLogprob
+from whalepod.server.config import GrammarBackendName
 
 PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -89,6 +90,7 @@ class EngineInfo:
     """Ranks that the experts are spread over."""
     speculation: str = "off"
     """Who drafts and how many tokens, for people: "mtp, adaptive up to 4"."""
+    structured_outputs_backend: GrammarBackendName = "llguidance"
 
 
 class SequenceOutput(NamedTuple):

@@ -25,16 +25,13 @@ from whalepod.server.config import (
     ParallelConfig,
 )
 from whalepod.server.errors import StartupError
-from whalepod.tools.bench.config import (
-    BenchServeConfig,
-    LoadConfig,
-    ReportConfig,
-    TargetConfig,
-    WorkloadConfig,
-)
+from whalepod.tools.bench.commands import add_bench_commands
+from whalepod.tools.bench.config import LoadConfig, ReportConfig, TargetConfig, WorkloadConfig
 from whalepod.tools.bench.decode import DecodeConfig
 from whalepod.tools.bench.ep import EpConfig
+from whalepod.tools.bench.peers import PeersConfig
 from whalepod.tools.bench.prefill import PrefillConfig
+from whalepod.tools.bench.quality_config import QualityConfig
 from whalepod.tools.client import ClientError
 from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
 from whalepod.tools.doctor import DoctorConfig
@@ -53,6 +50,7 @@ GROUPS: dict[type | str, str] = {
     **dict.fromkeys(("api_key", "api_key_file", "cors_allow_origin"), "Access"),
     **dict.fromkeys(("admin_port", "admin_host", "admin_key"), "Access"),
     **dict.fromkeys(("reasoning_parser", "tool_call_parser", "chat_template"), "Answers"),
+    "structured_outputs_backend": "Answers",
     **dict.fromkeys(("max_body_bytes", "request_timeout_s", "drain_timeout_s"), "Limits"),
     **dict.fromkeys(("sse_keep_alive_interval_s", "ready_timeout_s"), "Limits"),
     **dict.fromkeys(("enable_test_hooks", "test_script", "record"), "Debugging"),
@@ -63,7 +61,9 @@ GROUPS: dict[type | str, str] = {
     ReportConfig: "Report",
     DecodeConfig: "Measurement",
     EpConfig: "Measurement",
+    PeersConfig: "Measurement",
     PrefillConfig: "Measurement",
+    QualityConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
     ServeOptions: "Command line",
@@ -148,37 +148,6 @@ def serve_flags() -> dict[str, Flag]:
     return flags
 
 
-def bench_serve(config: BenchServeConfig) -> int:
-    """Load a running OpenAI-compatible server and measure it.
-
-    Closed loop with --concurrency (a list runs one after the other), open loop with
-    --request-rate, or the arrivals of a --trace.
-    """
-    from whalepod.tools.bench.run import bench_serve as run
-
-    return run(config)
-
-
-def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
-    """Measure in this process what speculation brings: rates, tokens per forward, acceptance.
-
-    MODEL answers the same prompts with 0 to 4 drafts and with the adaptive depth, in turns.
-    """
-    from whalepod.tools.bench.decode import bench_decode as run
-
-    return run(engine, config)
-
-
-def bench_ep(config: EpConfig) -> int:
-    """Measure dispatch and combine between ranks of this machine, beside a copy of the same bytes.
-
-    Send and receive phases apart, bytes on the wire, GB/s, and the limit of this run.
-    """
-    from whalepod.tools.bench.ep import bench_ep as run
-
-    return run(config)
-
-
 def synth(config: SynthConfig) -> int:
     """Write a checkpoint with random weights, to test and to measure with."""
     from whalepod.tools.synth import main as run
@@ -199,16 +168,6 @@ def doctor(config: DoctorConfig) -> int:
     from whalepod.tools.doctor import doctor as run
 
     return run(config)
-
-
-def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:
-    """Measure how fast prompts are computed, against the limits of this machine.
-
-    MODEL is a checkpoint folder, a preset or a Hugging Face id. No server is needed.
-    """
-    from whalepod.tools.bench.prefill import bench_prefill as run
-
-    return run(engine, config)
 
 
 def chat(config: ChatConfig) -> int:
@@ -275,32 +234,7 @@ def make_app() -> App:
         positional=("model",),
     )
     _add_configuration_commands(app, sources)
-    bench = App(name="bench", help="Measure a server.", help_format="plaintext")
-    app.command(bench)
-    add_command(
-        bench, bench_serve, BenchServeConfig, name="serve", groups=GROUPS, env_fields=CLIENT_ENV
-    )
-    add_command(
-        bench,
-        bench_decode,
-        EngineConfig,
-        DecodeConfig,
-        name="decode",
-        groups=GROUPS,
-        positional=("model",),
-        env_fields=(),
-    )
-    add_command(bench, bench_ep, EpConfig, name="ep", groups=GROUPS, env_fields=())
-    add_command(
-        bench,
-        bench_prefill,
-        EngineConfig,
-        PrefillConfig,
-        name="prefill",
-        groups=GROUPS,
-        positional=("model",),
-        env_fields=(),
-    )
+    add_bench_commands(app, GROUPS, CLIENT_ENV)
     add_command(app, chat, ChatConfig, name="chat", groups=GROUPS, env_fields=CLIENT_ENV)
     add_command(
         app,

@@ -32,7 +32,10 @@ LABELS: Final = {
 }
 """The label that divides a counter."""
 SECTIONS: Final = {
-    "Load": ("num_requests", "request_success", "request_errors", "request_queue"),
+    "Load": (
+        *("num_requests", "request_success", "request_errors", "request_queue"),
+        "event_loop",
+    ),
     "Latency": (
         *("time_to_first", "inter_token", "e2e", "request_time"),
         *("request_prefill", "request_decode", "request_inference"),

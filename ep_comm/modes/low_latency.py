@@ -344,5 +344,5 @@ class LowLatency:
     def _signal_abort(self, words: Region, epoch: int) -> None:
         word = words.word(self._place(epoch, self.group.rank))
         value = signal_value(epoch, self.group.abort_count())
-        for rank in self.group.live():
+        for rank in self.group.hearers():
             self.group.transport.signal_op(word, value, rank)

@@ -68,20 +68,20 @@ class Routes:
 
     def give_up_dispatch(self, turn: Turn) -> None:
         """Tell all who would wait for this rank's rows, or for those it forwards."""
-        me, group = self._group.rank, self._group
-        for rank in sorted(set(self.neighbours) - group.suspects):
+        me, group, hearers = self._group.rank, self._group, set(self._group.hearers())
+        for rank in sorted(hearers & set(self.neighbours)):
             for source in (me, *self.partners.values()):
                 self._regions.rows.give_up(group, rank, turn, source)
-        for partner in sorted(set(self.partners.values()) - group.suspects):
+        for partner in sorted(hearers & set(self.partners.values())):
             self._regions.forwarded.give_up(group, partner, turn, self.node)
 
     def give_up_combine(self, turn: Turn) -> None:
         """Tell all who would wait for this rank's sums."""
-        me, group = self._group.rank, self._group
-        for rank in sorted(set(self.neighbours) - group.suspects):
+        me, group, hearers = self._group.rank, self._group, set(self._group.hearers())
+        for rank in sorted(hearers & set(self.neighbours)):
             self._regions.returned.give_up(group, rank, turn, me)
             for v in self.partners:
                 place = self.place_to_reduce(v, self._index)
                 self._regions.reduced.give_up(group, rank, turn, place)
-        for partner in sorted(set(self.partners.values()) - group.suspects):
+        for partner in sorted(hearers & set(self.partners.values())):
             self._regions.returned.give_up(group, partner, turn, me)

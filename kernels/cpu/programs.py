@@ -32,7 +32,7 @@ from whalepod.kernels.cpu.regions import (
 )
 from whalepod.kernels.cpu.simd import i64_pointer, load, store
 
-MAX_PROGRAMS = 16
+MAX_PROGRAMS = 128
 
 MAX_REMEMBERED = 256
 

@@ -16,7 +16,7 @@ from whalepod.ep_comm.handshake import HandshakeError, describe
 from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.ep_comm.parallel import Dispatcher, Note, Patience
 from whalepod.ep_comm.rows import RowDtype
-from whalepod.ep_comm.traffic import GroupHeap, Traffic
+from whalepod.ep_comm.traffic import GroupHeap, Traffic, warm_up
 from whalepod.kernels.interface import Kernels
 from whalepod.models.config import ModelConfig
 from whalepod.mtp.depth import Depth
@@ -151,6 +151,7 @@ class RankBuilder:
             dtype=_ROW_DTYPES[dtype],
             is_exact=self._config.device.batch_invariant,
         )
+        warm_up(traffic)
         heap = GroupHeap(traffic, record_bytes(num_ranks))
         backend = self._config.parallel.all2all_backend
         transport = choose_transport(backend, self._seat, heap.layout.num_bytes)

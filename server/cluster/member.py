@@ -118,7 +118,7 @@ class GroupMember:
         self._watch.epoch = newest.epoch
         self._accused.clear()
         for group in (self._control, self._dispatcher.group):
-            group.suspects = set(self.missing)
+            group.mask(self.missing)
         self._exchange.resume((newest.epoch << _EXCHANGE_BITS) + 1)
         self._lockstep.start_epoch()
         self._set_patience(1)
@@ -176,7 +176,7 @@ class GroupMember:
 
     def _prepare(self, step: Step) -> None:
         """Trust all members again, whoever was late in the last step."""
-        self._dispatcher.group.suspects = set(self.missing)
+        self._dispatcher.group.mask(self.missing)
         self._set_patience(step.patience)
         if step.renumber is not None:
             self._dispatcher.resume(step.renumber)

@@ -87,6 +87,7 @@ class RankRouter:
         self._replacing: dict[int, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
+        self._info = self._group.info  # while a rank is being replaced it can say nothing
         for rank in range(self._group.num_ranks):
             self._ranks.append(await self._open(rank))
         self._tasks = [asyncio.create_task(self._watch())]
@@ -121,7 +122,7 @@ class RankRouter:
 
     @property
     def info(self) -> EngineInfo:
-        return self._group.info
+        return self._info
 
     @property
     def stats(self) -> Stats:

@@ -167,6 +167,9 @@ class Runner:
             self._cache.copy_rows(copy.source, copy.target, copy.num_tokens)
             if self._speculator is not None:
                 self._speculator.note_copy(copy)
+        if self._speculator is not None:
+            for sequence_id in plan.preempted:
+                self._speculator.note_preempted(sequence_id)
         results, draft_ns = self._run_rows(plan.rows, num_passes) if plan.rows else ((), 0)
         step_time_us = (time.perf_counter_ns() - started) // 1000
         return StepResult(plan.step, results, step_time_us, draft_ns // 1000)
@@ -264,7 +267,11 @@ def _add_drafts(
     ends = [span.text_end() for span in spans]
     for i, drafts in enumerate(speculator.draft(ends, num_passes)):
         if drafts:
+<<<<<<< HEAD
             results[i] = results[i]._replace(draft_token_ids=drafts)
+=======
+            results[i] = replace(results[i], draft_token_ids=tuple(drafts))
+>>>>>>> main
         if accepted := ends[i].accepted:
             spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from whalepod.server.engine.scripted import Encode
 from whalepod.server.errors import StartupError
-from whalepod.server.gateway.token_bytes import byte_alphabet
+from whalepod.server.token_bytes import byte_alphabet
 
 _RUNS = re.compile("([^\\ud800-\\udfff]*)([\\ud800-\\udfff]*)")
 

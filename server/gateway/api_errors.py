@@ -35,6 +35,7 @@ STATUS_OF_CODE: dict[str, int] = {
     "deadline_exceeded": HTTPStatus.GATEWAY_TIMEOUT,
     "draining": HTTPStatus.SERVICE_UNAVAILABLE,
     "engine_lost": HTTPStatus.SERVICE_UNAVAILABLE,
+    "compiler_unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
 }
 """Every other code is a mistake of the request: 400."""
 
@@ -45,6 +46,7 @@ EXTRA_HEADERS: dict[str, dict[str, str]] = {
     "deadline_exceeded": {"x-should-retry": "false"},
     "draining": {"retry-after": "5", "connection": "close"},
     "engine_lost": {"retry-after": "5"},
+    "compiler_unavailable": {"retry-after": "5"},
     # the rest of the body is not read: the connection cannot carry another request
     "body_too_large": {"connection": "close"},
     "request_timeout": {"connection": "close"},

@@ -24,6 +24,7 @@ from whalepod.server.gateway.api_errors import install_error_handlers
 from whalepod.server.gateway.auth import ApiKeyMiddleware, RequestIdMiddleware, read_keys
 from whalepod.server.gateway.gateway import Gateway
 from whalepod.server.gateway.live_requests import LiveRequestMiddleware
+from whalepod.server.gateway.loop_lag import measuring_lag
 from whalepod.server.gateway.openapi import install_docs
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.upstream import Upstream
@@ -50,7 +51,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        yield
+        async with measuring_lag(gateway.metrics.loop_lag):
+            yield
         await gateway.close()
 
     app = FastAPI(

@@ -13,9 +13,9 @@ from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.families.interface import CallOptions, Family, Start
 from whalepod.server.gateway.functions import Functions, ToolChoice, strict_functions
 from whalepod.server.gateway.limits import MAX_FORCED_CALLS, MAX_GRAMMAR_CHARS, MAX_NUM_CHOICE_TEXTS
-from whalepod.server.gateway.schema import ChatRequest, ResponseFormat
+from whalepod.server.gateway.schema import ChatRequest, CompletionRequest, ResponseFormat
 from whalepod.server.gateway.tokenizer import TextTokenizer
-from whalepod.server.structured.json_term import json_term
+from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, one_of, quoted
 
 ANY_OBJECT: Final = {"type": "object"}
 
@@ -60,6 +60,23 @@ def of_structured_outputs(fields: Mapping[str, Any] | None) -> Constraint | None
     raise invalid(path, f"{path} is not supported, or not in this form")
 
 
+def of_completion(request: CompletionRequest) -> tuple[Constraint | None, str]:
+    """Return the grammar of a raw completion, if it asks for one, and the field that does."""
+    return _either(
+        of_structured_outputs(request.structured_outputs),
+        of_response_format(request.response_format),
+    )
+
+
+def _either(
+    asked: Constraint | None, formatted: Constraint | None
+) -> tuple[Constraint | None, str]:
+    if asked is not None and formatted is not None:
+        message = "structured_outputs and response_format exclude each other"
+        raise invalid("structured_outputs", message)
+    return (formatted, "response_format") if asked is None else (asked, "structured_outputs")
+
+
 def thinking_budget(request: ChatRequest) -> int | None:
     """Return how many tokens the reasoning may have, by either name; None: as many as it likes."""
     if request.thinking_token_budget is not None or not isinstance(request.thinking, dict):
@@ -102,23 +119,22 @@ class Constraints:
         asked = of_structured_outputs(request.structured_outputs)
         formatted = of_response_format(request.response_format)
         parallel = request.parallel_tool_calls is not False
-        param = "response_format" if asked is None else "structured_outputs"
-        if asked is not None and formatted is not None:
-            raise invalid(param, "structured_outputs and response_format exclude each other")
+        strict = strict_functions(request.tools)
+        _, param = _either(asked, formatted)
         if choice.is_forced:
             if asked is not None:
                 raise invalid(
                     param, f"structured_outputs and tool_choice {choice.mode} exclude each other"
                 )
-            calls = self._calls(functions, choice, parallel=parallel)
-            asked, param = Constraint(kind="lark", grammar=f"start: calls\n{calls}"), "tools"
+            calls = self._calls(functions, strict, choice, parallel=parallel)
+            asked, param = _start_with("calls", calls), "tools"
         elif formatted is not None:
             asked = formatted
             if choice.mode == "auto" and self._family is not None:
-                calls = self._calls(functions, choice, parallel=parallel)
+                calls = self._calls(functions, strict, choice, parallel=parallel)
                 asked = _or_calls(formatted, calls)
         elif asked is None and choice.mode == "auto":
-            strict = strict_functions(request.tools)
+            self._known_family("tools need", "tools")
             return self._strict_calls(functions, strict, parallel=parallel), "tools"
         if asked is None:
             return None, param
@@ -129,50 +145,61 @@ class Constraints:
     ) -> Constraint | None:
         """Return a grammar that begins with a block of calls, if the model begins one.
 
-        Arguments of functions that are not strict may be any object. None: no function is strict,
-        or the model has no token that opens a block.
+        Arguments of functions that are not strict may be any object. None: no function is strict.
+        Raises ApiError if the model has no token that opens a block: nothing could hold it there.
         """
-        family = self._family
-        if family is None or not strict:
+        if not strict:
             return None
+        family = self._known_family("strict functions need", "tools")
         block, *single = family.call_openers
         opener = self._tokenizer.ids_of([block])
         if not opener:
-            return None
+            raise invalid(
+                "tools",
+                f"tools: {block} is no token of this model, so strict arguments cannot be "
+                "enforced: leave strict out, or force the call with tool_choice",
+            )
         options = CallOptions(
             tools={name: functions[name] if name in strict else ANY_OBJECT for name in functions},
+            strict=strict,
             max_calls=MAX_FORCED_CALLS if parallel else 1,
             marker=self._marker_term,
             is_open=True,
         )
-        constraint = Constraint(
-            kind="lark",
-            grammar=f"start: calls\n{family.call_grammar(options)}",
+        constraint = replace(
+            _start_with("calls", family.call_grammar(options)),
             starts_after=min(opener),
             is_optional=True,
             banned_before=tuple(sorted(self._tokenizer.ids_of(single))),
         )
         return _bounded(constraint, "tools")
 
-    def _calls(self, functions: Functions, choice: ToolChoice, *, parallel: bool) -> str:
+    def _known_family(self, who_needs: str, param: str) -> Family:
         if self._family is None:
             raise invalid(
-                "tool_choice",
-                f"tool_choice {choice.mode} needs a chat template whose tool calls are known; "
-                "this model's is not: start the server with --tool-call-parser",
+                param,
+                f"{who_needs} a chat template whose tool calls are known; this model's is not: "
+                "start the server with --tool-call-parser",
             )
+        return self._family
+
+    def _calls(
+        self, functions: Functions, strict: frozenset[str], choice: ToolChoice, *, parallel: bool
+    ) -> RuleSet:
+        family = self._known_family(f"tool_choice {choice.mode} needs", "tool_choice")
         is_named = choice.name is not None
         options = CallOptions(
             tools={name: functions[name] for name in functions if choice.name in (None, name)},
+            strict=strict,
             max_calls=MAX_FORCED_CALLS if parallel and not is_named else 1,
             marker=self._marker_term,
         )
-        return self._family.call_grammar(options)
+        return family.call_grammar(options)
 
     def _marker_term(self, marker: str) -> str:
         """Return the Lark term of a marker: the token that it is, or else its text."""
         ids = self._tokenizer.ids_of([marker])
-        return f"<[{min(ids)}]>" if ids else orjson.dumps(marker).decode()
+        return f"<[{min(ids)}]>" if ids else quoted(marker)
 
     def _after_reasoning(
         self, constraint: Constraint, choice: ToolChoice, start: Start
@@ -193,10 +220,16 @@ class Constraints:
         return min(end)
 
 
-def _or_calls(constraint: Constraint, calls: str) -> Constraint:
+def _or_calls(constraint: Constraint, calls: RuleSet) -> Constraint:
     """Return the grammar of an answer that fulfils a JSON schema, or calls functions instead."""
-    term = json_term(orjson.loads(constraint.grammar))
-    return Constraint(kind="lark", grammar=f"start: answer | calls\nanswer: {term}\n{calls}")
+    schema = orjson.loads(constraint.grammar)
+    answer = SchemaRule(name="answer", schema=schema, is_strict=True)
+    return _start_with("answer | calls", replace(calls, schemas=(answer, *calls.schemas)))
+
+
+def _start_with(what: str, rules: RuleSet) -> Constraint:
+    rules = replace(rules, lark=f"start: {what}\n{rules.lark}")
+    return Constraint(kind="rules", grammar=rules.encode())
 
 
 def _of_schema(schema: object, path: str) -> Constraint:
@@ -204,7 +237,7 @@ def _of_schema(schema: object, path: str) -> Constraint:
         raise invalid(path, f"{path} must be a JSON schema (an object)")
     schema = {key: value for key, value in schema.items() if key != "x-guidance"}
     try:
-        text = orjson.dumps(schema, option=orjson.OPT_SORT_KEYS).decode()
+        text = orjson.dumps(schema).decode()  # properties come in the schema's order
     except TypeError as error:
         raise invalid(path, f"{path}: {error}") from error
     return _bounded(Constraint(kind="json_schema", grammar=text), path)
@@ -214,8 +247,7 @@ def _of_choices(choices: list[Any], path: str) -> Constraint:
     if len(choices) > MAX_NUM_CHOICE_TEXTS or not all(isinstance(c, str) and c for c in choices):
         allowed = f"1 to {MAX_NUM_CHOICE_TEXTS} texts that are not empty"
         raise invalid(path, f"{path} must be a list of {allowed}")
-    texts = " | ".join(orjson.dumps(choice).decode() for choice in choices)
-    return _bounded(Constraint(kind="lark", grammar=f"start: {texts}"), path)
+    return _bounded(Constraint(kind="rules", grammar=one_of(choices).encode()), path)
 
 
 def _bounded(constraint: Constraint, path: str) -> Constraint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -34,8 +35,10 @@ from whalepod.server.gateway.schema import SamplingFields
 from whalepod.server.gateway.scripted_turns import read_script, steps_for
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.structured.checker import GrammarChecker
-from whalepod.server.structured.interface import GrammarError
+from whalepod.server.structured.interface import CompilerUnavailableError, GrammarError
 from whalepod.server.upstream import Upstream
+
+logger = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=SamplingFields)
 
@@ -103,6 +106,9 @@ class Gateway:
             except GrammarError as error:
                 param = run.constraint_param
                 raise invalid(param, f"{param}: the grammar cannot be compiled: {error}") from None
+            except CompilerUnavailableError as error:
+                logger.error("%s: %r", error, error.__cause__)
+                raise ApiError("compiler_unavailable", str(error)) from error
 
     async def close(self) -> None:
         """End the threads and processes that help with requests."""
@@ -116,6 +122,7 @@ class Gateway:
             self.tokenizer.transformers.backend_tokenizer.to_str(),
             self.upstream.info.vocab_size,
             [] if eos is None else [eos],
+            backend=self.upstream.info.structured_outputs_backend,
             timeout_s=GRAMMAR_TIMEOUT_S,
         )
 

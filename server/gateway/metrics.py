@@ -25,6 +25,8 @@ _REQUEST_BUCKETS_S = (
     *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
+_LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
 _PHASES = {
     "e2e_request_latency_seconds": "Arrival of a request to its last token.",
     "request_queue_time_seconds": "Arrival of a prompt in the engine to its admission.",
@@ -118,6 +120,9 @@ class Metrics:
         )
         self.generation_tokens = self._histogram(
             "request_generation_tokens", "Tokens of a choice.", _TOKEN_COUNT_BUCKETS
+        )
+        self.loop_lag = self._histogram(
+            "event_loop_lag_seconds", "How late the gateway's event loop is.", _LAG_BUCKETS_S
         )
         self.success = self._counter(
             "request_success", "Ended choices by reason.", "finished_reason"

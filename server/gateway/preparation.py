@@ -15,7 +15,7 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.api_errors import ApiError, invalid
 from whalepod.server.gateway.cache_salt import CacheSalt
-from whalepod.server.gateway.constraints import Constraints, of_structured_outputs
+from whalepod.server.gateway.constraints import Constraints, of_completion
 from whalepod.server.gateway.continuation import check_prefix, prefix_reasoning
 from whalepod.server.gateway.families.interface import Family, Parser, ParserOptions, Start
 from whalepod.server.gateway.families.plain import PlainParser
@@ -148,16 +148,17 @@ class Preparation:
         token_ids = self.prompt_tokens(prompt)
         asked = request.max_tokens
         max_tokens = DEFAULT_COMPLETION_TOKENS if asked is None else asked
+        constraint, constraint_param = of_completion(request)
         params = self._params(
             request,
             max_tokens=self._clamp(len(token_ids), max_tokens, "prompt"),
-            constraint=of_structured_outputs(request.structured_outputs),
+            constraint=constraint,
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
         )
         first_index = position * (request.n or 1)
         run = self._run(request, token_ids, params, first_index, bool(request.echo))
-        return replace(run, constraint_param="structured_outputs")
+        return replace(run, constraint_param=constraint_param)
 
     def prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         """Return the tokens of a raw prompt, checked against vocabulary and context."""

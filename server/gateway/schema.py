@@ -100,6 +100,16 @@ def _check_test_step(value: object) -> str:
 TestStep = Annotated[str, PlainValidator(_check_test_step, json_schema_input_type=str)]
 
 
+def _instead(name: str, *harmless: object) -> BeforeValidator:
+    """Refuse a field of other servers or other times that would change the answer."""
+
+    def check(value: object) -> None:
+        if value is not None and value not in harmless:
+            raise ValueError(f"is not supported: use {name}")
+
+    return BeforeValidator(check, json_schema_input_type=None)
+
+
 class Schema(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -144,6 +154,11 @@ class SamplingFields(Schema):
     user: ShortText | None = None
     structured_outputs: dict[str, Any] | None = None
     num_speculative_tokens: int | None = None
+    best_of: Annotated[None, _instead("n", 1)] = None
+    guided_json: Annotated[None, _instead("structured_outputs.json")] = None
+    guided_regex: Annotated[None, _instead("structured_outputs.regex")] = None
+    guided_choice: Annotated[None, _instead("structured_outputs.choice")] = None
+    guided_grammar: Annotated[None, _instead("structured_outputs.grammar")] = None
     test_steps: Annotated[list[TestStep], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
 
     @property
@@ -201,6 +216,8 @@ class ChatRequest(SamplingFields, TemplateFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[None, _instead("tools", [])] = None
+    function_call: Annotated[None, _instead("tool_choice", "none", "auto")] = None
     response_format: ResponseFormat | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Another name of `thinking.budget_tokens`: after so many tokens the reasoning is closed."""
@@ -223,6 +240,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def last_words(self) -> tuple[str | None, str]:

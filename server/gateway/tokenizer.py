@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from whalepod.server.errors import RequestRejected, StartupError
 from whalepod.server.gateway.detokenizer import IncrementalDetokenizer
-from whalepod.server.gateway.token_bytes import bytes_of_all_tokens
+from whalepod.server.token_bytes import bytes_of_tokens
 
 # A noncharacter: it marks where the text of a special token inside a user's message is broken up.
 _BREAK: Final = "\ufdd0"
@@ -26,7 +26,7 @@ class TextTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, adds_bos: bool) -> None:
         self.transformers: Final = tokenizer
         self._adds_bos = adds_bos and tokenizer.bos_token_id is not None
-        self.token_bytes: Final = bytes_of_all_tokens(tokenizer)
+        self.token_bytes: Final = bytes_of_tokens(tokenizer.backend_tokenizer.to_str())
         """The bytes of each token by id."""
         self.special_ids: Final = frozenset(tokenizer.all_special_ids)
         self._markers = sorted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from typing import Any
 import orjson
 
 from whalepod.scheduler.params import Constraint
-from whalepod.server.structured.interface import GrammarError
+from whalepod.server.config import GrammarBackendName
+from whalepod.server.structured.interface import CompilerUnavailableError, GrammarError
+from whalepod.server.structured.worker import MAX_CPU_S
 
 MAX_REMEMBERED = 1024
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -29,10 +32,12 @@ class GrammarChecker:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         *,
+        backend: GrammarBackendName,
         timeout_s: float,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 120.0,
     ) -> None:
         self._vocabulary = {
+            "name": backend,
             "tokenizer_json": tokenizer_json,
             "vocab_size": vocab_size,
             "eos_token_ids": list(eos_token_ids),
@@ -44,7 +49,10 @@ class GrammarChecker:
         self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
 
     async def check(self, constraint: Constraint) -> None:
-        """Return if the grammar can be compiled; GrammarError says why not."""
+        """Return if the grammar can be compiled; GrammarError says why not.
+
+        Raises CompilerUnavailableError when the worker cannot be started.
+        """
         key = (constraint.kind, constraint.grammar)
         if key not in self._verdicts:
             async with self._lock:
@@ -74,7 +82,10 @@ class GrammarChecker:
             await self.close()
             return f"it takes more than {self._timeout_s:g} s to compile"
         except (EOFError, ConnectionError):
+            code = await process.wait()
             await self.close()
+            if code == -signal.SIGXCPU:
+                return f"it takes more than {MAX_CPU_S} s to compile"
             return "it takes too much memory to compile"
         except asyncio.CancelledError:  # the client left: the worker's answer is nobody's
             await self.close()
@@ -95,6 +106,9 @@ class GrammarChecker:
             try:
                 async with asyncio.timeout(self._start_timeout_s):
                     await _exchange(self._process, self._vocabulary)
+            except (TimeoutError, EOFError, ConnectionError) as error:
+                await self.close()
+                raise CompilerUnavailableError("the grammar compiler does not start") from error
             except BaseException:
                 await self.close()
                 raise

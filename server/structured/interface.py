@@ -14,6 +14,10 @@ class GrammarError(ValueError):
     """A grammar that cannot be compiled; the message is for the client."""
 
 
+class CompilerUnavailableError(RuntimeError):
+    """Nobody can say now whether a grammar compiles; the message is for the client."""
+
+
 class Matcher(Protocol):
     """How far a text got in a grammar. It is at the beginning when new."""
 

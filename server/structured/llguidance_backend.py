@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from typing import Any, Final, Self
 
 import numpy as np
+import orjson
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
 from whalepod.scheduler.params import Constraint
 from whalepod.server.structured.interface import GrammarError, Matcher
-from whalepod.server.structured.json_term import WHITE_SPACE
+from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, decode_rules
 from whalepod.server.structured.unconstrained import Unconstrained
+
+WHITE_SPACE: Final = r"[ \t\r\n]{0,8}"
+"""Between two tokens of JSON: a model that likes spaces must come to an end."""
 
 _ESCAPE_OR_CLASS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPEATED_REPEAT: Final = re.compile(r"[*+?}]\*")
 
 
 class LlguidanceCompiler:
-    """Compiles for the vocabulary of a `tokenizer.json`.
-
-    vocab_size     width of the model's logits, which may exceed the tokenizer's vocabulary
-    eos_token_ids  tokens that end a text; allowed wherever the grammar may end
-    """
+    """A `Compiler`; its arguments are `new_compiler`'s."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = LLTokenizer(
@@ -80,6 +80,8 @@ def _grammar(constraint: Constraint) -> str:
                 return str(LLMatcher.grammar_from_regex(text))
             case "lark":
                 return str(LLMatcher.grammar_from_lark(text))
+            case "rules":
+                return str(LLMatcher.grammar_from_lark(_with_schemas(decode_rules(text))))
             case "gbnf":
                 return str(LLMatcher.grammar_from_lark(gbnf_to_lark(text)))
             case "any":
@@ -90,6 +92,16 @@ def _grammar(constraint: Constraint) -> str:
         raise GrammarError(_explain(str(error))) from error
 
 
+def _with_schemas(rules: RuleSet) -> str:
+    """Return Lark in which the rules of JSON schemas are written out."""
+    return "\n".join([rules.lark, *(f"{rule.name}: {_json_term(rule)}" for rule in rules.schemas)])
+
+
+def _json_term(rule: SchemaRule) -> str:
+    guidance = {"whitespace_pattern": WHITE_SPACE, "lenient": not rule.is_strict}
+    return "%json " + orjson.dumps({**rule.schema, "x-guidance": guidance}).decode()
+
+
 def _refuse_repeated_repeat(pattern: str) -> None:
     """The library reads `a**` as `(a*)*`; everyone else calls it a mistake."""
     if _REPEATED_REPEAT.search(_ESCAPE_OR_CLASS.sub("x", pattern)):
@@ -98,6 +110,8 @@ def _refuse_repeated_repeat(pattern: str) -> None:
 
 def _explain(text: str) -> str:
     """Return what a library's message says: a picture of the place and a dump of state follow."""
+    if "NoExtensionBias" in text:
+        return "no text fulfils it"
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *reasons[:1]])[:300]

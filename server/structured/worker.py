@@ -6,19 +6,24 @@ constraint at a time, answered by {"error": null or text}. Whoever waits too lon
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
+from pathlib import Path
 
 import orjson
 
 from whalepod.scheduler.params import Constraint
-from whalepod.server.structured.interface import GrammarError
-from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
+from whalepod.server.structured.backends import new_compiler
+from whalepod.server.structured.interface import Compiler, GrammarError
 
+MAX_CPU_S = 2
+"""Of one grammar, counted in whole seconds: wall time says little on a busy machine."""
 MAX_MEMORY_BYTES = 2 * 1024**3
+"""Of addresses, beside what the library has taken when it is loaded."""
 
 
-def check(compiler: LlguidanceCompiler, constraint: Constraint) -> str | None:
+def check(compiler: Compiler, constraint: Constraint) -> str | None:
     """Return what is wrong with a grammar, None when it compiles and something may begin it."""
     try:
         if not compiler.compile(constraint).allowed().any():
@@ -29,12 +34,25 @@ def check(compiler: LlguidanceCompiler, constraint: Constraint) -> str | None:
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    vocabulary = orjson.loads(sys.stdin.buffer.readline())
-    compiler = LlguidanceCompiler(**vocabulary)
+    compiler = new_compiler(**orjson.loads(sys.stdin.buffer.readline()))
+    limit_bytes = _address_bytes() + MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     _answer({})
     for line in sys.stdin.buffer:
+        _allow_cpu_time()
         _answer({"error": check(compiler, Constraint(**orjson.loads(line)))})
+
+
+def _allow_cpu_time() -> None:
+    """Let the kernel end this process (SIGXCPU) when the next grammar takes too long."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used_s = math.ceil(usage.ru_utime + usage.ru_stime)
+    resource.setrlimit(resource.RLIMIT_CPU, (used_s + MAX_CPU_S, resource.RLIM_INFINITY))
+
+
+def _address_bytes() -> int:
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return num_pages * resource.getpagesize()
 
 
 def _answer(value: dict[str, str | None]) -> None:

@@ -251,6 +251,7 @@ def test_a_rank_killed_while_all_sleep_is_back_before_anyone_asks(group: RankGro
             await asyncio.sleep(0.5)
             with pytest.raises(EngineLost, match=r"rank 1 .*SIGKILL"):
                 await router.ping(5.0)
+            assert router.info.num_ranks == NUM_RANKS
             await until_ready(router)
             assert (await answer(router, requests(1)[0])).token_ids
 

@@ -24,6 +24,13 @@ STOP_S = 60
 @contextmanager
 def serve(*arguments: str) -> Iterator[str]:
     """Start a server and yield its address once it answers; it must stop with exit code 0."""
+    with serve_process(*arguments) as (address, _):
+        yield address
+
+
+@contextmanager
+def serve_process(*arguments: str) -> Iterator[tuple[str, int]]:
+    """Do the same, and yield the id of the gateway's process, too."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "serve", *arguments, "--port", "0", "--num-threads", "1"],
         stdout=subprocess.PIPE,
@@ -33,7 +40,7 @@ def serve(*arguments: str) -> Iterator[str]:
     try:
         address = _read_address(process)
         wait_until(lambda: _is_ready(address))
-        yield address
+        yield address, process.pid
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_S) == 0
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,17 @@ async def ask_all(address: str, bodies: list[dict[str, Any]]) -> list[Any]:
         return await asyncio.gather(*(ask(body) for body in bodies))
 
 
+@pytest.fixture(scope="module")
+def two_ranks(nano_folder: Path) -> Iterator[str]:
+    with serve(
+        str(nano_folder), "--ep", "2", "--dtype", "fp32", "--batch-invariant",
+        "--max-num-seqs", "8", "--kv-cache-memory", "16M",
+    ) as address:  # fmt: skip
+        yield address
+
+
 def test_two_ranks_answer_over_http_with_the_bits_of_one(
-    invariant_server: str, nano_folder: Path
+    invariant_server: str, two_ranks: str
 ) -> None:
     rng = random.Random(8)
     bodies: list[dict[str, Any]] = [
@@ -45,16 +55,26 @@ def test_two_ranks_answer_over_http_with_the_bits_of_one(
         for i in range(16)
     ]
     expected = asyncio.run(ask_all(invariant_server, bodies))
-    with serve(
-        str(nano_folder), "--ep", "2", "--dtype", "fp32", "--batch-invariant",
-        "--max-num-seqs", "8", "--kv-cache-memory", "16M",
-    ) as address:  # fmt: skip
-        assert asyncio.run(ask_all(address, bodies)) == expected
-        board = httpx2.get(f"{address}/cluster").json()
-        assert [rank["rank"] for rank in board["ranks"]] == [0, 1]
-        assert all(rank["generation_tokens"] for rank in board["ranks"])
-        assert board["stats"]["generation_tokens"] == 16 * 8
-        assert (
-            'whalepod_rank_num_requests_running{rank="1"} 0.0'
-            in httpx2.get(f"{address}/metrics").text
-        )
+    assert asyncio.run(ask_all(two_ranks, bodies)) == expected
+    board = httpx2.get(f"{two_ranks}/cluster").json()
+    assert [rank["rank"] for rank in board["ranks"]] == [0, 1]
+    assert all(rank["generation_tokens"] for rank in board["ranks"])
+    assert board["stats"]["generation_tokens"] == 16 * 8
+    metrics = httpx2.get(f"{two_ranks}/metrics").text
+    assert 'whalepod_rank_num_requests_running{rank="1"} 0.0' in metrics
+
+
+def test_B115_one_request_does_not_wait_for_ranks_that_have_none(two_ranks: str) -> None:
+    """The idle rank joins each dispatch and combine with no rows; afterwards both can be busy."""
+    body = {"model": "nano", "prompt": [5] * 70, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+    body |= {"temperature": 0.0, "return_token_ids": True}
+    before = httpx2.get(f"{two_ranks}/cluster").json()["ranks"]
+
+    ((token_ids, _),) = asyncio.run(ask_all(two_ranks, [body]))
+
+    after = httpx2.get(f"{two_ranks}/cluster").json()["ranks"]
+    tokens = [
+        a["generation_tokens"] - b["generation_tokens"] for a, b in zip(after, before, strict=True)
+    ]
+    assert sorted(tokens) == [0, 8]
+    assert [ids for ids, _ in asyncio.run(ask_all(two_ranks, [body] * 4))] == [token_ids] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from tokenizers import Tokenizer
 
 from whalepod.models.synthetic_tokenizer import train_tokenizer
 from whalepod.scheduler.params import Constraint
+from whalepod.server.config import GrammarBackendName
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
-from whalepod.server.structured.interface import GrammarError, Matcher
-from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
+from whalepod.server.structured.backends import new_compiler
+from whalepod.server.structured.interface import Compiler, GrammarError, Matcher
 
 VOCAB_SIZE, NUM_TOKENS, EOS = 540, 512, 1
 """The model's logits are wider than the tokenizer's vocabulary, as real ones are."""
@@ -26,12 +28,12 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(NUM_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> LlguidanceCompiler:
-    return LlguidanceCompiler(tokenizer.to_str(), VOCAB_SIZE, [EOS])
+@pytest.fixture(scope="module", params=get_args(GrammarBackendName))
+def compiler(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Compiler:
+    return new_compiler(request.param, tokenizer.to_str(), VOCAB_SIZE, [EOS])
 
 
-def new_state(compiler: LlguidanceCompiler, regex: str, **fields: object) -> GrammarState:
+def new_state(compiler: Compiler, regex: str, **fields: object) -> GrammarState:
     constraint = Constraint(kind="regex", grammar=regex, **fields)  # type: ignore[arg-type]
     return GrammarState(
         compiler.compile(constraint),
@@ -53,7 +55,7 @@ def allowed(mask_V: NDArray[np.bool_] | None) -> list[int]:
 
 
 def test_only_what_the_grammar_allows_may_come_next(
-    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+    tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
     state = new_state(compiler, "a[bc]")
     a, b, c = ids(tokenizer, "abc")
@@ -67,7 +69,7 @@ def test_only_what_the_grammar_allows_may_come_next(
 
 
 def test_the_prompt_and_repeated_rows_are_not_counted(
-    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+    tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
     """A recomputed sequence brings its whole text again, in other chunks."""
     state, (a, b, c) = new_state(compiler, "abc"), ids(tokenizer, "abc")
@@ -81,7 +83,7 @@ def test_the_prompt_and_repeated_rows_are_not_counted(
 
 @given(text=st.text("abc", max_size=6), num_observed=st.integers(0, 6))
 def test_drafts_leave_no_trace_and_mask_what_follows_them(
-    tokenizer: Tokenizer, compiler: LlguidanceCompiler, text: str, num_observed: int
+    tokenizer: Tokenizer, compiler: Compiler, text: str, num_observed: int
 ) -> None:
     """The mask behind drafts is that of a state that observed them: the plain twin."""
     observed, drafts = ids(tokenizer, text[:num_observed]), ids(tokenizer, text[num_observed:])
@@ -99,7 +101,7 @@ def test_drafts_leave_no_trace_and_mask_what_follows_them(
 
 
 def test_b049_behind_a_draft_that_is_forbidden_nothing_is_asked(
-    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+    tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
     state, (a, b, c) = new_state(compiler, "abc"), ids(tokenizer, "abc")
 
@@ -110,7 +112,7 @@ def test_b049_behind_a_draft_that_is_forbidden_nothing_is_asked(
 
 
 def test_behind_an_ignored_end_only_the_end_may_come(
-    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+    tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
     """With ignore_eos a right draft may be the end, and the text goes on behind it."""
     state, (a, b) = new_state(compiler, "ab"), ids(tokenizer, "ab")
@@ -122,7 +124,7 @@ def test_behind_an_ignored_end_only_the_end_may_come(
 
 
 def test_item_39_the_grammar_begins_at_any_draft_position(
-    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+    tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
     end, banned = tokenizer.token_to_id("</think>"), tokenizer.token_to_id("<｜tool▁calls▁begin｜>")
     state = new_state(compiler, "ab", starts_after=end, banned_before=(banned,))
@@ -139,7 +141,7 @@ def test_item_39_the_grammar_begins_at_any_draft_position(
 
 
 def test_b041_a_text_that_breaks_its_grammar_goes_on_freely(
-    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+    tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
     """Only a test script can write such a text."""
     state = new_state(compiler, "ab")
@@ -152,7 +154,7 @@ def test_b041_a_text_that_breaks_its_grammar_goes_on_freely(
 class Gated:
     """A compiler that waits for a signal."""
 
-    def __init__(self, compiler: LlguidanceCompiler) -> None:
+    def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         self.gate = threading.Event()
         self.num_compiled = 0
@@ -163,7 +165,7 @@ class Gated:
         return self._compiler.compile(constraint)
 
 
-def test_a_store_compiles_off_the_loop_and_once(compiler: LlguidanceCompiler) -> None:
+def test_a_store_compiles_off_the_loop_and_once(compiler: Compiler) -> None:
     gated = Gated(compiler)
     store = GrammarStore(lambda: gated)
     constraint = Constraint(kind="regex", grammar="a")
@@ -176,14 +178,14 @@ def test_a_store_compiles_off_the_loop_and_once(compiler: LlguidanceCompiler) ->
 
     assert first is again
     assert first.result(10).allowed().any()
-    with pytest.raises(GrammarError, match="unclosed group"):
+    with pytest.raises(GrammarError, match=r"unclosed group|not closed"):
         broken.result(10)
     assert gated.num_compiled == 2
     store.close()
 
 
 def test_an_optional_grammar_leaves_the_text_before_it_alone(
-    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+    tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
     x, a, b = ids(tokenizer, "xab")
     state = new_state(compiler, "ab", starts_after=x, is_optional=True)
@@ -197,7 +199,7 @@ def test_an_optional_grammar_leaves_the_text_before_it_alone(
 
 
 def test_an_answer_may_end_before_an_optional_grammar_begins(
-    tokenizer: Tokenizer, compiler: LlguidanceCompiler
+    tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
     x, y = ids(tokenizer, "xy")
     needed = new_state(compiler, "a", starts_after=x, banned_before=(y,))

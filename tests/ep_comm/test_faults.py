@@ -41,8 +41,7 @@ def synchronise(group: Group, gather: Exchange, timeout_ms: float = GATHER_MS) -
     """
     for _ in range(2):
         records, _ = gather.gather(torch.zeros(1, dtype=torch.int64), group.deadline(timeout_ms))
-    for rank in records:
-        group.readmit(rank)
+    group.mask(set(range(group.num_ranks)) - set(records))
     return set(records)
 
 
@@ -107,7 +106,7 @@ def low_latency_rounds(
             statuses.append(status)
             assert_same_bits(sum_without(mine, config, status.missing), y_TH)
         transport.quiet()
-        group.suspects = set(range(group.num_ranks)) - synchronise(control, gather)
+        group.mask(set(range(group.num_ranks)) - synchronise(control, gather))
     return statuses
 
 
@@ -158,7 +157,7 @@ def throughput_rounds(
         rounds.append(statuses)
         mode.abort()
         transport.quiet()
-        group.suspects = set(range(group.num_ranks)) - synchronise(control, gather)
+        group.mask(set(range(group.num_ranks)) - synchronise(control, gather))
         mode.resume(100 * (seed + 1))
     return rounds
 
@@ -254,9 +253,9 @@ def test_a_rank_that_was_only_slow_is_let_in_again() -> None:
             result = mode.dispatch(x_TH, ids_TK, TIMEOUT_MS)
             assert result.status.ok
             _, status = mode.combine(result.rows, result.handle, weights_TK, COMBINE_MS)
-            assert status.late == (0,)
-        group.readmit(1)
-        group.readmit(0)
+            assert (status.aborted, status.blamed) == ((0,), (1,)), "it hears that it is late"
+            assert transport.now_ms() == 4 * TIMEOUT_MS, "and waits for nobody"
+        group.mask(())
         assert synchronise(group, gather) == {0, 1}
         mode.resume(10)
         assert mode.dispatch(x_TH, ids_TK, TIMEOUT_MS).status.ok

@@ -83,7 +83,7 @@ def run_steps(place: Place, name: str, rank: int, die: Callable[[int, str], None
         die(step, "in_gather")
         steps.append(Step(statuses, transport.now_ms() - start_ms))
         transport.quiet()
-        group.suspects = set(range(NUM_RANKS)) - synchronise(control, gather, GATHER_MS)
+        group.mask(set(range(NUM_RANKS)) - synchronise(control, gather, GATHER_MS))
         if not group.suspects and any(status.must_stop for status in statuses):
             mode.resume(100 * (step + 1))
     return steps

@@ -15,7 +15,13 @@ from tests.gateway.core_upstream import CoreUpstream
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.server.build import build_engine
-from whalepod.server.config import DeviceConfig, EngineConfig, GatewayConfig, ModelSource
+from whalepod.server.config import (
+    DeviceConfig,
+    EngineConfig,
+    GatewayConfig,
+    GrammarBackendName,
+    ModelSource,
+)
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
@@ -35,7 +41,11 @@ class RealGateway:
 
 @contextmanager
 def real_gateway(
-    checkpoint: Path, *, speculation: SpeculationConfig | None = None, **limits: Any
+    checkpoint: Path,
+    *,
+    speculation: SpeculationConfig | None = None,
+    structured_outputs_backend: GrammarBackendName = "llguidance",
+    **limits: Any,
 ) -> Iterator[RealGateway]:
     """Yield a gateway whose engine must be idle and whole at the end."""
     scheduler = SchedulerConfig(**{"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, **limits})
@@ -45,6 +55,7 @@ def real_gateway(
             device=DeviceConfig(kernels="reference", num_threads=1),
             scheduler=scheduler,
             speculation=speculation or SpeculationConfig(),
+            structured_outputs_backend=structured_outputs_backend,
             enable_test_hooks=True,
         )
     )

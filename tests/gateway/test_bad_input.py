@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -101,6 +102,13 @@ def chat_error(client: TestClient, status: int = 400, **fields: Any) -> dict[str
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"best_of": 2}, "best_of"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_grammar": "a"}, "guided_grammar"),
+        ({"functions": [{"name": "w"}]}, "functions"),
+        ({"function_call": {"name": "w"}}, "function_call"),
         ({"test_steps": [1]}, "test_steps[0]"),
     ],
 )
@@ -220,6 +228,41 @@ def test_chat_without_a_template_says_what_to_do(tmp_path: Any) -> None:
     error = error_of(client.post(CHAT, json={"model": "tiny", "messages": [user("hi")]}), 400)
     assert "no chat template" in error["message"]
     assert client.post(COMPLETIONS, json={"prompt": "hi"}).status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{}, {"strict": True}])
+def test_tools_need_a_template_whose_calls_are_known(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """Calls that nobody reads would be text, and nothing could hold their arguments to a schema."""
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = TextTokenizer.from_folder(write_tokenizer(tmp_path, chat_template=plain))
+    client = TestClient(create_app(GatewayConfig(), FakeEngine(tokenizer), tokenizer))
+    tools = [{"type": "function", "function": {"name": "w", **fields}}]
+    body = {"model": "tiny", "messages": [user("hi")], "tools": tools}
+
+    error = error_of(client.post(CHAT, json=body), 400)
+
+    assert error["param"] == "tools"
+    assert "--tool-call-parser" in error["message"]
+    assert client.post(CHAT, json=body | {"tool_choice": "none"}).status_code == 200
+
+
+def test_strict_needs_a_token_that_opens_calls(tmp_path: Path) -> None:
+    file = write_tokenizer(tmp_path) / "tokenizer.json"
+    file.write_text(file.read_text().replace("tool▁calls▁begin", "another"))
+    tokenizer = TextTokenizer.from_folder(tmp_path)
+    client = TestClient(create_app(GatewayConfig(), FakeEngine(tokenizer), tokenizer))
+    function = {"name": "w", "strict": True}
+    body = {"model": "tiny", "messages": [user("hi")]}
+    body["tools"] = [{"type": "function", "function": function}]
+
+    error = error_of(client.post(CHAT, json=body), 400)
+
+    assert error["param"] == "tools"
+    assert "strict arguments cannot be enforced" in error["message"]
+    function["strict"] = False
+    assert client.post(CHAT, json=body).status_code == 200
 
 
 def test_depth_counts_brackets_outside_of_strings_only() -> None:

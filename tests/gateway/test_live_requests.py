@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.admin import create_admin_app
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.connection import TimedHttpProtocol
+from whalepod.server.gateway.limits import MAX_HEAD_BYTES
 from whalepod.server.gateway.run import serve
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
@@ -175,14 +177,10 @@ def test_admin_resets_the_prefix_cache_and_sets_the_log_level(
     logging.getLogger("whalepod").setLevel(level)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 20])
-def test_a_client_that_never_finishes_its_headers_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch, num_bytes: int
-) -> None:
-    monkeypatch.setattr(TimedHttpProtocol, "head_timeout_s", 0.05)
-    ended_after_s: list[float] = []
+def answer_to(sent: bytes) -> tuple[bytes, float]:
+    """Return what a connection answers before it is closed, and after how many seconds it is."""
 
-    async def run() -> None:
+    async def run() -> tuple[bytes, float]:
         async def app(scope: Any, receive: Any, send: Any) -> None:
             raise AssertionError("no request ever came")
 
@@ -197,15 +195,45 @@ def test_a_client_that_never_finishes_its_headers_is_cut_off(
         listening = await loop.create_server(protocol, "127.0.0.1", 0)
         started_s = loop.time()
         reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname()[:2])
-        writer.write(b"GET / HTTP/1.1\r\nHost: x"[:num_bytes])
+        writer.write(sent)
         async with asyncio.timeout(DEADLINE_S):
-            assert await reader.read() == b""
-        ended_after_s.append(loop.time() - started_s)
+            answer = await reader.read()
+        ended_after_s = loop.time() - started_s
         writer.close()
         listening.close()
+        return answer, ended_after_s
 
-    asyncio.run(run())
-    assert ended_after_s[0] >= 0.05
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 20])
+def test_a_client_that_never_finishes_its_headers_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr(TimedHttpProtocol, "head_timeout_s", 0.05)
+
+    answer, ended_after_s = answer_to(b"GET / HTTP/1.1\r\nHost: x"[:num_bytes])
+
+    assert answer == b""
+    assert ended_after_s >= 0.05
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", "Invalid HTTP"),
+        (b"BREW /v1/models HTTP/1.1\r\n\r\n", "Invalid HTTP"),
+        (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", "Invalid HTTP"),
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * (MAX_HEAD_BYTES + 1), "the headers have more than"),
+    ],
+)
+def test_what_is_no_request_is_refused_in_the_shape_of_the_api(sent: bytes, said: str) -> None:
+    head, body = answer_to(sent)[0].split(b"\r\n\r\n")
+
+    assert head.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(body)["error"]
+    assert said in error["message"]
+    assert error["type"] == "invalid_request_error"
 
 
 def test_a_drain_that_takes_too_long_tells_the_clients(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 from starlette.testclient import TestClient
 
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_doors import metric
 from tests.gateway.wire import chat, complete
+from whalepod.server.gateway.loop_lag import INTERVAL_S, measuring_lag
 from whalepod.server.gateway.metrics import Metrics, RequestTimer
 from whalepod.server.messages import Stats
 
@@ -59,6 +63,7 @@ def test_the_phases_of_a_request_add_up() -> None:
         "request_inference_time": (1, 13),
         "request_prompt_tokens": (1, 64),
         "request_generation_tokens": (1, 5),
+        "event_loop_lag": (0, 0),
     }
 
 
@@ -92,3 +97,20 @@ def test_each_prompt_and_each_choice_is_observed(client: TestClient, engine: Fak
     assert {n: metric(client, f"whalepod_{n}_count") for n in counts} == counts
     prompt_tokens = sum(len(submit.prompt_token_ids) for submit in engine.submitted)
     assert metric(client, "whalepod_request_prompt_tokens_sum") == prompt_tokens
+
+
+def test_a_blocked_event_loop_is_late() -> None:
+    metrics, blocked_s = Metrics(Stats), 3 * INTERVAL_S
+
+    async def run() -> None:
+        async with measuring_lag(metrics.loop_lag):
+            await asyncio.sleep(0)  # its timer is set now
+            time.sleep(blocked_s)  # what must not happen
+            for _ in range(9):  # its timer, its future, its task
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+    count, sum_s = observed(metrics)["event_loop_lag"]
+    assert count == 1
+    assert sum_s >= blocked_s - INTERVAL_S

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import time
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from starlette.testclient import TestClient
 
+from tests.gateway.real_gateway import real_gateway
 from tests.gateway.wire import (
     calls_of,
     chat,
@@ -21,6 +24,7 @@ from tests.gateway.wire import (
     text_of,
     user,
 )
+from whalepod.server.config import GrammarBackendName
 
 CITY = {
     "type": "object",
@@ -40,9 +44,11 @@ def schema(value: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": value}}
 
 
-@pytest.fixture
-def client(real_client: TestClient) -> TestClient:
-    return real_client
+@pytest.fixture(scope="module", params=get_args(GrammarBackendName))
+def client(nano: Path, request: pytest.FixtureRequest) -> Iterator[TestClient]:
+    backend = request.param
+    with real_gateway(nano, structured_outputs_backend=backend) as g, g.client() as client:
+        yield client
 
 
 def both(client: TestClient, **fields: Any) -> dict[str, Any]:
@@ -200,13 +206,20 @@ def test_B045_what_cannot_be_a_grammar_is_refused_by_name(
     assert client.get("/health").status_code == 200
 
 
+SLOW = {
+    "llguidance": {"type": "integer", "multipleOf": 1000003},
+    "xgrammar": {"enum": [str(i) * 20 for i in range(2000)]},
+}
+"""Schemas that take seconds to compile."""
+
+
 def test_a_schema_that_explodes_is_refused_in_time(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = client.app.state.gateway  # type: ignore[attr-defined]
+    slow = schema(SLOW[gateway.upstream.info.structured_outputs_backend])
     complete(client, structured_outputs={"regex": "a"})  # the worker runs now
     monkeypatch.setattr(gateway._grammars, "_timeout_s", 0.5)
-    slow = schema({"type": "integer", "multipleOf": 1000003})
     body = {"model": "tiny", "messages": [user("hi")], "response_format": slow}
 
     started_s = time.monotonic()
@@ -214,8 +227,24 @@ def test_a_schema_that_explodes_is_refused_in_time(
 
     assert "more than 0.5 s" in error["message"]
     assert time.monotonic() - started_s < 10
-    monkeypatch.undo()
+    monkeypatch.undo()  # the next worker takes a while to start
     assert complete(client, structured_outputs={"regex": "ab"})["choices"][0]["text"] == "ab"
+
+
+def test_a_compiler_that_does_not_start_is_a_503(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = client.app.state.gateway  # type: ignore[attr-defined]
+    broken = gateway._new_checker()
+    broken._vocabulary["tokenizer_json"] = "{"
+    monkeypatch.setattr(gateway, "_grammars", broken)
+    body = {"prompt": "hi", "structured_outputs": {"regex": "a"}}
+
+    response = client.post("/v1/completions", json=body)
+
+    assert error_of(response, 503)["code"] == "compiler_unavailable"
+    assert response.headers["retry-after"]
+    assert broken._process is None
 
 
 def test_B047_references_into_arrays_are_followed(client: TestClient) -> None:
@@ -284,12 +313,16 @@ def test_a_grammar_beats_bias_and_ignored_ends(client: TestClient) -> None:
         ({"grammar": 'start: "x" /[0-9]{2}/'}, "x[0-9]{2}"),
         ({"grammar": 'root ::= "x" [0-9] [0-9]'}, "x[0-9]{2}"),
         ({"json": {"enum": [1, 2]}}, "[12]"),
+        (None, "[34]"),
     ],
 )
 def test_raw_completions_may_be_structured(
-    client: TestClient, fields: dict[str, Any], pattern: str
+    client: TestClient, fields: dict[str, Any] | None, pattern: str
 ) -> None:
-    text = complete(client, structured_outputs=fields, max_tokens=40, seed=2)["choices"][0]["text"]
+    asked: dict[str, Any] = {"structured_outputs": fields}
+    if fields is None:
+        asked = {"response_format": schema({"enum": [3, 4]})}
+    text = complete(client, **asked, max_tokens=40, seed=2)["choices"][0]["text"]
 
     assert re.fullmatch(pattern, text)
 
@@ -311,7 +344,7 @@ def ids_of(client: TestClient, *markers: str) -> list[int]:
 
 
 def strict_tool(name: str = "w", **fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
+    return {"type": "function", "function": {"name": name, "parameters": CITY} | fields}
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -345,6 +378,20 @@ def test_an_answer_without_a_call_is_free_text_with_strict_functions(client: Tes
 
     assert strict["message"] == loose["message"]
     assert strict["message"]["content"]
+
+
+def test_what_strict_asks_for_is_enforced_as_a_whole_or_refused(client: TestClient) -> None:
+    parameters = CITY | {"not": {"required": ["town"]}}
+    body = {"model": "tiny", "messages": [user("hi")], "max_tokens": 1}
+
+    for choice in ("auto", "required"):
+        body["tool_choice"] = choice
+        body["tools"] = [tool(parameters=parameters)]
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        body["tools"] = [strict_tool(strict=True, parameters=parameters)]
+        error = error_of(client.post("/v1/chat/completions", json=body), 400)
+        assert error["param"] == "tools"
+        assert "not" in error["message"]
 
 
 @pytest.mark.parametrize("strict", [1, "yes"])

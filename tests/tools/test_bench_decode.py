@@ -50,6 +50,20 @@ def test_the_table_names_model_and_drafter(capsys: pytest.CaptureFixture[str]) -
     assert "1, adaptive" in out
 
 
+def test_the_model_alone_is_measured_without_an_engine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--rounds", "1", "--batch-sizes", "1", "--batch-sizes", "3", "--model-only"]
+    assert main([*ARGUMENTS, *flags, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(r["num_requests"], r["num_tokens"]) for r in report["roofs"]] == [(1, 1), (3, 1)]
+    for roof in report["roofs"]:
+        assert roof["tokens_per_s"] == pytest.approx(1e3 * roof["num_requests"] / roof["step_ms"])
+        assert roof["share_of_read_limit"] > 0
+    assert main([*ARGUMENTS, *flags]) == 0
+    assert capsys.readouterr().out.startswith("v3-nano:\nrequests x tokens")
+
+
 def test_prompts_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": [5, 6, 7]}\n\n{"prompt": [8, 9]}\n', encoding="utf-8")

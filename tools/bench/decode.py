@@ -1,7 +1,8 @@
 """`whalepod bench decode`: how much speculation speeds up decoding, in this process.
 
 One engine answers the same prompts with 0, 1, ... drafts and with the adaptive depth, in turns, so
-that all settings see the same minutes of the machine; a rate is the median of its turns.
+that all settings see the same minutes of the machine; a rate is the median of its turns. With
+`--model-only` there is no engine: forward passes and logits, as other engines' benchmarks count.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class DecodeConfig:
     rounds: Annotated[int, "turns of each setting"] = 3
     ignore_eos: Annotated[bool, "answers have their full length"] = False
     context: Annotated[int, "tokens before the one that is computed, against the limits"] = 64
+    model_only: Annotated[bool, "only the model against the limits: no engine, no drafts"] = False
     json: Annotated[bool, "print one JSON object instead of a table"] = False
 
     def __post_init__(self) -> None:
@@ -98,6 +100,8 @@ def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
     """Measure, print, and return the exit code."""
     from whalepod.server.build import build_engine
 
+    if config.model_only:
+        return _bench_model(engine, config)
     core = build_engine(_with_drafts(engine))
     info = core.info
     prompts = _prompts(engine, config, core.info.vocab_size)
@@ -124,6 +128,16 @@ def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
               f"{info.speculation}\n\n{_table(results)}\n\n"
               f"The model alone, without drafts:\n{format_roofs(roofs)}\n\n"
               f"The engine's steps, without drafts:\n{format_steps(steps)}")  # fmt: skip
+    return 0
+
+
+def _bench_model(engine: EngineConfig, config: DecodeConfig) -> int:
+    roofs = _roofs(engine, config)
+    if config.json:
+        found = [roof.as_json() for roof in roofs]
+        print(json.dumps({"model": engine.source.model, "results": [], "roofs": found}))
+    else:
+        print(f"{engine.source.model}:\n{format_roofs(roofs)}")
     return 0
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import orjson
-
 from whalepod.server.gateway.families.deepseek_markup import (
     CALL,
     CALL_END,
@@ -16,29 +14,29 @@ from whalepod.server.gateway.families.deepseek_markup import (
     V3_CALL_TYPE,
 )
 from whalepod.server.gateway.families.interface import CallOptions
-from whalepod.server.structured.json_term import json_term
+from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, quoted
 
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def v3_call_grammar(options: CallOptions) -> str:
+def v3_call_grammar(options: CallOptions) -> RuleSet:
     """Return the rule `calls` in the form of V3 and R1."""
     head, name_end, end = V3_CALL_TYPE, "\n```json\n", "\n```"
     separator = options.marker(SEPARATOR)
-    heads = {name: f"{_text(head)} {separator} {_text(name + name_end)}" for name in options.tools}
-    return _rules(options, heads, between=f"{_text(chr(10))} ", end=f"{_text(end)} ")
+    heads = {n: f"{quoted(head)} {separator} {quoted(n + name_end)}" for n in options.tools}
+    return _rules(options, heads, between=f"{quoted(chr(10))} ", end=f"{quoted(end)} ")
 
 
-def v31_call_grammar(options: CallOptions) -> str:
+def v31_call_grammar(options: CallOptions) -> RuleSet:
     """Return the rule `calls` in the form of V3.1."""
     separator = options.marker(SEPARATOR)
-    heads = {name: f"{_text(name)} {separator}" for name in options.tools}
+    heads = {name: f"{quoted(name)} {separator}" for name in options.tools}
     return _rules(options, heads)
 
 
 def _rules(
     options: CallOptions, heads: Mapping[str, str], *, between: str = "", end: str = ""
-) -> str:
+) -> RuleSet:
     marker = options.marker
     more = options.max_calls - 1
     rest = f"({between}call){{0,{more}}} " if more else ""
@@ -47,10 +45,17 @@ def _rules(
         f"calls: {start}call {rest}{marker(CALLS_END)}",
         "call: " + " | ".join(f"call_{i}" for i in range(len(heads))),
     ]
+    schemas = []
     for i, (name, head) in enumerate(heads.items()):
         lines.append(f"call_{i}: {marker(CALL)} {head} arguments_{i} {end}{marker(CALL_END)}")
-        lines.append(f"arguments_{i}: {json_term(_parameters(options.tools[name]))}")
-    return "\n".join(lines)
+        schemas.append(
+            SchemaRule(
+                name=f"arguments_{i}",
+                schema=_parameters(options.tools[name]),
+                is_strict=name in options.strict,
+            )
+        )
+    return RuleSet(lark="\n".join(lines), schemas=tuple(schemas))
 
 
 def _parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -58,7 +63,3 @@ def _parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     if not parameters:
         return _NO_PARAMETERS
     return {"type": "object", **parameters} if "properties" in parameters else dict(parameters)
-
-
-def _text(text: str) -> str:
-    return orjson.dumps(text).decode()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
+from whalepod.server.structured.schema_rules import RuleSet
+
 Start: TypeAlias = Literal["reasoning", "content", "open"]
 """Where an answer begins; "open" when the prompt leaves that to the model."""
 
@@ -90,6 +92,8 @@ class CallOptions:
     """Which calls a grammar must allow, and nothing else."""
 
     tools: Mapping[str, Mapping[str, Any] | None]
+    strict: frozenset[str] = frozenset()
+    """Functions whose schemas must be enforced as a whole, or the grammar is refused."""
     max_calls: int
     is_open: bool = False
     """Whether the marker that opens the block is in the answer already."""
@@ -116,5 +120,5 @@ class Family:
     start: Callable[[str], Start]
     """Where the answer begins, from the end of the rendered prompt."""
     new_parser: Callable[[ParserOptions], Parser]
-    call_grammar: Callable[[CallOptions], str]
-    """Returns Lark rules whose rule `calls` is a whole block of calls."""
+    call_grammar: Callable[[CallOptions], RuleSet]
+    """Returns rules of which `calls` is a whole block of calls."""

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+import orjson
 
 
-def bytes_of_all_tokens(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
-    """Return the bytes of every token id, b"" for ids without a token.
+def bytes_of_tokens(tokenizer_json: str, *, special_prefix: bytes = b"") -> list[bytes]:
+    """Return the bytes of every token id of a `tokenizer.json`, b"" for ids without a token.
+
+    special_prefix  goes before the text of special tokens
 
     Raises ValueError unless the tokenizer's decoder is byte-level BPE (GPT-2's alphabet, as in
     DeepSeek V2 to V3.2).
     """
-    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
+    data = orjson.loads(tokenizer_json)
+    decoder = data["decoder"]
     if not _is_byte_level(decoder):
         kind = decoder and decoder.get("type")
         raise ValueError(f"its decoder is {kind}, but only byte-level BPE is supported")
-    added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
     byte_of = byte_alphabet()
-    vocab: dict[str, int] = tokenizer.get_vocab()
-    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    vocab: dict[str, int] = data["model"]["vocab"]
+    texts: dict[int, bytes] = {
+        token["id"]: (special_prefix if token["special"] else b"") + token["content"].encode()
+        for token in data["added_tokens"]
+    }
+    table = [b""] * (max([*vocab.values(), *texts], default=-1) + 1)
     for token, token_id in vocab.items():
-        is_text = token_id in added
-        table[token_id] = token.encode() if is_text else bytes(byte_of[c] for c in token)
+        if token_id not in texts:
+            table[token_id] = bytes(byte_of[letter] for letter in token)
+    for token_id, text in texts.items():
+        table[token_id] = text
     return table
 
 
