@@ -267,11 +267,7 @@ def _add_drafts(
     ends = [span.text_end() for span in spans]
     for i, drafts in enumerate(speculator.draft(ends, num_passes)):
         if drafts:
-<<<<<<< HEAD
-            results[i] = results[i]._replace(draft_token_ids=drafts)
-=======
-            results[i] = replace(results[i], draft_token_ids=tuple(drafts))
->>>>>>> main
+            results[i] = results[i]._replace(draft_token_ids=tuple(drafts))
         if accepted := ends[i].accepted:
             spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
