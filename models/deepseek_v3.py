@@ -50,6 +50,7 @@ class DeepseekV3:
             DecoderLayer(config, weights, index, kernels, placement)
             for index in range(config.num_layers)
         ]
+        self._is_local = all(layer.is_local for layer in self._layers)
         self._norm_H = weights.take("model.norm.weight", (config.hidden_size,))
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self._head = weights.packed(
@@ -68,15 +69,15 @@ class DeepseekV3:
         Returns the hidden states of all tokens after the final norm, `[T, H]` model dtype: what
         `logits` and the multi-token-prediction module take.
         """
-        plan = plan_attention(batch, self._absorbed_max_query_tokens)
-        is_plain = plan.absorbed is not None and plan.absorbed.tokens_T is None
-        is_local = all(layer.is_local for layer in self._layers)
-        if not (is_plain and is_local and len(batch.token_ids_T) <= MAX_REPEATED_TOKENS):
-            return self._compute(batch, plan, cache)
+        # without expanded attention nothing but `Kernels` sees a tensor
+        is_plain = batch.max_query_tokens <= self._absorbed_max_query_tokens
+        if not (is_plain and self._is_local and batch.num_tokens <= MAX_REPEATED_TOKENS):
+            return self._compute(batch, cache)
         key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
-        return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, plan, cache))
+        return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, cache))
 
-    def _compute(self, batch: ForwardBatch, plan: AttentionPlan, cache: LatentCache) -> Tensor:
+    def _compute(self, batch: ForwardBatch, cache: LatentCache) -> Tensor:
+        plan = plan_attention(batch, self._absorbed_max_query_tokens)
         residual_TH = self._kernels.embed(batch.token_ids_T, self.embedding_VH)
         x_TH = self._kernels.rms_norm(
             residual_TH, self._layers[0].input_norm_H, self.config.rms_norm_eps

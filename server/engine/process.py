@@ -7,6 +7,7 @@ else over the channel: first an `EngineInfo`, or an `EngineFailed` when it canno
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import shutil
@@ -86,6 +87,8 @@ def run(address: str, parent_pid: int, open_engine: Open, folders: Sequence[str]
     server = EngineServer(address, stop.is_set)
     try:
         core = open_engine(sys.stdin.buffer.read(), server, stop.is_set)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: to look through it again would hold up a step
         server.send(core.info)
         serve(core, server, stop.is_set)
         core.close()

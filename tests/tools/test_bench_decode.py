@@ -36,6 +36,10 @@ def test_every_depth_writes_the_same_and_figures_add_up(
     assert results[0]["speedup"] == results[6]["speedup"] == 1.0
     assert results[0]["mean_depth"] == 0.0
     assert results[4]["mean_depth"] > 1.5
+    for step, batch_size in zip(report["steps"], (1, 3), strict=True):
+        assert (step["batch_size"], step["num_steps"] > 30) == (batch_size, True)
+        assert set(step["median_us"]) == {"scheduler", "batch", "model", "sampler", "wire", "loop"}
+        assert min(step["least_us"].values()) > 0
 
 
 def test_the_table_names_model_and_drafter(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from whalepod.mtp.config import MAX_DRAFT_TOKENS
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
 from whalepod.tools.bench.roof import Roof, format_roofs, measure_roof
+from whalepod.tools.bench.stages import StepTimes, format_steps, measure_steps
 from whalepod.tools.table import format_table
 
 if TYPE_CHECKING:
@@ -114,16 +115,19 @@ def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
     core.close()
     del core
     roofs = _roofs(engine, config)
+    steps = _steps(engine, config, prompts)
     head = {"model": engine.source.model, **asdict(info)}
     if config.json:
         print(json.dumps(head | {
             "results": [asdict(result) for result in results],
             "roofs": [roof.as_json() for roof in roofs],
+            "steps": [step.as_json() for step in steps],
         }))  # fmt: skip
     else:
         print(f"{engine.source.model}: {info.dtype}, {info.kernels} kernels, "
               f"{info.speculation}\n\n{_table(results)}\n\n"
-              f"The model alone, without drafts:\n{format_roofs(roofs)}")  # fmt: skip
+              f"The model alone, without drafts:\n{format_roofs(roofs)}\n\n"
+              f"The engine's steps, without drafts:\n{format_steps(steps)}")  # fmt: skip
     return 0
 
 
@@ -146,6 +150,22 @@ def _roofs(engine: EngineConfig, config: DecodeConfig) -> list[Roof]:
         measure_roof(loaded, batch_size, 1, config.context, rounds=20 * config.rounds)
         for batch_size in config.batch_sizes
     ]
+
+
+def _steps(
+    engine: EngineConfig, config: DecodeConfig, prompts: Sequence[Sequence[int]]
+) -> list[StepTimes]:
+    """Measure the stages of decoding steps, in an engine that does not draft."""
+    from whalepod.server.build import build_engine
+
+    off = replace(engine.speculation, speculation="off")
+    core = build_engine(replace(engine, speculation=off))
+    steps = [
+        measure_steps(core, prompts, batch_size, 1 + config.rounds)
+        for batch_size in config.batch_sizes
+    ]
+    core.close()
+    return steps
 
 
 def _with_drafts(engine: EngineConfig) -> EngineConfig:
