@@ -163,6 +163,7 @@ class Player:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_token_ids": True,  # tokens without text, which random models write, count, too
         }
         return body | ({"ignore_eos": True} if self._config.workload.ignore_eos else {})
 
