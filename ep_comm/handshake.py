@@ -74,11 +74,11 @@ def shake_hands(
     records, status = exchange_.gather(record, group.deadline(timeout_ms))
     if not status.ok:
         raise CallFailed(status)
-    differences = _differences({rank: _decode(found) for rank, found in records.items()})
-    if differences:
+    lines = differences({rank: _decode(found) for rank, found in records.items()})
+    if lines:
         raise HandshakeError(
             "ranks were started with different settings:\n  "
-            + "\n  ".join(differences)
+            + "\n  ".join(lines)
             + "\nstart all ranks of the group with the same version and flags"
         )
 
@@ -91,8 +91,8 @@ def _decode(record: torch.Tensor) -> dict[str, str]:
     return decoded
 
 
-def _differences(described: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Return a line for each field whose values differ."""
+def differences(described: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Return a line for each field whose values differ, with the values and their ranks."""
     lines = []
     for name in sorted({name for one in described.values() for name in one}):
         ranks_of: dict[str, list[int]] = defaultdict(list)

@@ -283,3 +283,18 @@ class Kernels(Protocol):
         drafts or layout. Bit-equal on every backend.
         """
         ...
+
+    def draw(
+        self,
+        logits_BV: Tensor,
+        temperatures_B: Tensor,
+        seeds_B: Tensor,
+        positions_B: Tensor,
+        out_B: Tensor,
+    ) -> None:
+        """Set out[b] = argmax(logits[b] / temperature + g(seed, position)), the first if some tie.
+
+        logits_BV f32; temperatures_B f32: 0 stands for no noise, argmax(logits[b]); seeds_B,
+        positions_B int64 as in `gumbel_noise`; out_B int64. For guesses: NaN is not looked for.
+        """
+        ...

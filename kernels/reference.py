@@ -210,6 +210,19 @@ class ReferenceKernels:
         u = (_shift_right(mixed, 12).double() + 0.5) * 2.0**-52
         return (-torch.log(-torch.log(u))).float()
 
+    def draw(
+        self,
+        logits_BV: Tensor,
+        temperatures_B: Tensor,
+        seeds_B: Tensor,
+        positions_B: Tensor,
+        out_B: Tensor,
+    ) -> None:
+        noise_BV = self.gumbel_noise(seeds_B, positions_B, logits_BV.shape[1])
+        random_BV = logits_BV / temperatures_B[:, None] + noise_BV
+        chosen_BV = torch.where(temperatures_B[:, None] > 0, random_BV, logits_BV)
+        out_B.copy_(chosen_BV.argmax(dim=-1))
+
 
 def _sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-x)); `torch.sigmoid` differs between vector bodies and tails."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -46,15 +46,22 @@ class ForwardBatch:
     context_lens_B: Tensor
     block_tables_BM: Tensor
     max_query_tokens: int
+    num_tokens: int = field(init=False)
+    _places: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
-    def places(self) -> tuple[int, ...]:
-        """Return what tells batches apart that lie elsewhere or have other shapes, values aside."""
+    def __post_init__(self) -> None:
         tensors = (
             self.token_ids_T, self.positions_T, self.slots_T, self.query_start_B1,
             self.context_lens_B, self.block_tables_BM,
         )  # fmt: skip
         addresses = [tensor.data_ptr() for tensor in tensors]
-        return (*addresses, *self.token_ids_T.shape, *self.block_tables_BM.shape)
+        places = (*addresses, *self.token_ids_T.shape, *self.block_tables_BM.shape)
+        object.__setattr__(self, "num_tokens", len(self.token_ids_T))
+        object.__setattr__(self, "_places", places)
+
+    def places(self) -> tuple[int, ...]:
+        """Return what tells batches apart that lie elsewhere or have other shapes, values aside."""
+        return self._places
 
     def to(self, device: torch.device) -> ForwardBatch:
         """Return the batch on `device`."""

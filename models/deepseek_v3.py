@@ -68,14 +68,15 @@ class DeepseekV3:
         Returns the hidden states of all tokens after the final norm, `[T, H]` model dtype: what
         `logits` and the multi-token-prediction module take.
         """
-        plan = plan_attention(batch, self._absorbed_max_query_tokens)
-        is_plain = plan.absorbed is not None and plan.absorbed.tokens_T is None
-        if not (is_plain and len(batch.token_ids_T) <= MAX_REPEATED_TOKENS):
-            return self._compute(batch, plan, cache)
+        # without expanded attention nothing but `Kernels` sees a tensor, and experts elsewhere
+        is_plain = batch.max_query_tokens <= self._absorbed_max_query_tokens
+        if not (is_plain and batch.num_tokens <= MAX_REPEATED_TOKENS):
+            return self._compute(batch, cache)
         key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
-        return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, plan, cache))
+        return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, cache))
 
-    def _compute(self, batch: ForwardBatch, plan: AttentionPlan, cache: LatentCache) -> Tensor:
+    def _compute(self, batch: ForwardBatch, cache: LatentCache) -> Tensor:
+        plan = plan_attention(batch, self._absorbed_max_query_tokens)
         residual_TH = self._kernels.embed(batch.token_ids_T, self.embedding_VH)
         x_TH = self._kernels.rms_norm(
             residual_TH, self._layers[0].input_norm_H, self.config.rms_norm_eps
@@ -142,6 +143,11 @@ class DecoderLayer:
                 hidden, config.intermediate_size, weights, f"{prefix}.mlp", kernels
             )
 
+    @property
+    def is_local(self) -> bool:
+        """Whether a forward pass stays within `Kernels`: that of experts elsewhere does not."""
+        return self._mlp.is_local
+
     def __call__(
         self,
         x_TH: Tensor,
@@ -156,8 +162,37 @@ class DecoderLayer:
 
         The norm that follows the layer is fused with the layer's last addition.
         """
-        add_norm = self._kernels.add_rms_norm
         x_TH = self.attention(x_TH, batch, plan, cache_PBC, cos_sin_SD)
+        return self._finish(x_TH, residual_TH, next_norm_H)
+
+    def ends(
+        self,
+        x_TH: Tensor,
+        residual_TH: Tensor,
+        next_norm_H: Tensor,
+        stored: tuple[Tensor, Tensor],
+        rows_B: Tensor,
+        positions_B: Tensor,
+        plan: AttentionPlan,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Store the rows of all tokens, and go on with those in `rows_B` only.
+
+        stored  positions and slots of all tokens; `positions_B` and `plan` are those that go on.
+        """
+        projected_TJ = self.attention.store(x_TH, *stored, cache_PBC, cos_sin_SD)
+        if len(rows_B) < len(x_TH):
+            projected_TJ, residual_TH = (
+                self._kernels.embed(rows_B, all_TJ) for all_TJ in (projected_TJ, residual_TH)
+            )
+        x_BH = self.attention.attend(projected_TJ, positions_B, plan, cache_PBC, cos_sin_SD)
+        return self._finish(x_BH, residual_TH, next_norm_H)
+
+    def _finish(
+        self, x_TH: Tensor, residual_TH: Tensor, next_norm_H: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        add_norm = self._kernels.add_rms_norm
         x_TH, residual_TH = add_norm(x_TH, residual_TH, self._post_attention_norm_H, self._eps)
         x_TH = self._mlp(x_TH)
         return add_norm(x_TH, residual_TH, next_norm_H, self._eps)

@@ -163,44 +163,49 @@ class LatentAttention:
         cos_sin_SD: Tensor,
     ) -> Tensor:
         """Store the tokens' latent rows, then attend: `[T, H]` -> `[T, H]`, model dtype."""
-        q_TND, kv_TC = self._project(x_TH)
-        self._write(kv_TC, batch.positions_T, batch.slots_T, cache_PBC, cos_sin_SD)
-        o_TNV = self._attend(q_TND, batch.positions_T, plan, cache_PBC, cos_sin_SD)
-        return self._kernels.linear(o_TNV.flatten(1), self._o)
+        projected_TJ = self.store(x_TH, batch.positions_T, batch.slots_T, cache_PBC, cos_sin_SD)
+        return self.attend(projected_TJ, batch.positions_T, plan, cache_PBC, cos_sin_SD)
 
-    def write_rows(
+    def store(
         self,
         x_TH: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
         cache_PBC: Tensor,
         cos_sin_SD: Tensor,
-    ) -> None:
-        """Store the tokens' latent rows only: what a layer needs whose output nobody reads."""
-        kv_TC = self._kernels.linear(x_TH, self._q_and_kv_a)[:, -self._config.cache_row_width :]
-        self._write(kv_TC, positions_T, slots_T, cache_PBC, cos_sin_SD)
+    ) -> Tensor:
+        """Store the tokens' latent rows: all that a layer needs whose output nobody reads.
 
-    def _write(
-        self,
-        kv_TC: Tensor,
-        positions_T: Tensor,
-        slots_T: Tensor,
-        cache_PBC: Tensor,
-        cos_sin_SD: Tensor,
-    ) -> None:
+        Returns what `attend` continues for these tokens, or for some of them, `[T, J]`.
+        """
+        projected_TJ = self._kernels.linear(x_TH, self._q_and_kv_a)
+        kv_TC = projected_TJ[:, -self._config.cache_row_width :]
         self._kernels.write_latent(
             kv_TC, self._kv_norm_R, LATENT_NORM_EPS, positions_T, cos_sin_SD, slots_T, cache_PBC
         )
+        return projected_TJ
 
-    def _project(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries `[T, N, D]`, not yet rotated, and the raw cache rows `[T, C]`."""
+    def attend(
+        self,
+        projected_TJ: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        cache_PBC: Tensor,
+        cos_sin_SD: Tensor,
+    ) -> Tensor:
+        """Attend for tokens whose rows are stored, `[T, H]` model dtype."""
+        q_TND = self._queries(projected_TJ)
+        o_TNV = self._attend(q_TND, positions_T, plan, cache_PBC, cos_sin_SD)
+        return self._kernels.linear(o_TNV.flatten(1), self._o)
+
+    def _queries(self, projected_TJ: Tensor) -> Tensor:
+        """Return queries `[T, N, D]`, not yet rotated."""
         c = self._config
-        both = self._kernels.linear(x_TH, self._q_and_kv_a)
-        q, kv_TC = torch.split(both, [both.shape[1] - c.cache_row_width, c.cache_row_width], dim=1)
+        q = projected_TJ[:, : -c.cache_row_width]
         if c.q_lora_rank is not None:
             q = self._kernels.rms_norm(q, self._q_norm, LATENT_NORM_EPS)
             q = self._kernels.linear(q, self._q_b)
-        return torch.unflatten(q, 1, (c.num_heads, c.qk_head_dim)), kv_TC
+        return torch.unflatten(q, 1, (c.num_heads, c.qk_head_dim))
 
     def _attend(
         self,

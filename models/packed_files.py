@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import mmap
 import os
 import shutil
 import tempfile
@@ -86,6 +87,8 @@ class PackedFiles:
             tensors = [
                 self._stored[file].get_tensor(f"{name}/{i}") for i in range(entry["tensors"])
             ]
+            for tensor in tensors:
+                _read_pages(tensor)
             return kernels.unpack(tensors, entry["sizes"]), entry["names"]
         if file not in self._made:
             logger.info("packing weights (once for this checkpoint): %s", self._folder / file)
@@ -145,6 +148,11 @@ class PackedFiles:
             except BaseException:
                 Path(file.name).unlink()
                 raise
+
+
+def _read_pages(tensor: Tensor) -> None:
+    """Read a byte of each page: else the first requests wait while experts are mapped."""
+    tensor.flatten().view(torch.uint8)[:: mmap.PAGESIZE].sum()
 
 
 def _write_tensors(file: Any, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -62,6 +62,11 @@ def default_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whalepod"
 
 
+def compiled_code_folder() -> Path:
+    """Return where the machine code of compiled kernels is kept."""
+    return default_cache_folder() / "kernels"
+
+
 def _cached_preset(preset: str, with_weights: bool, cache_folder: Path) -> Path:
     # imported here because it loads torch, which the gateway's process does without
     from whalepod.models.synthetic import plan_tensors, synthesize

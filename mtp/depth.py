@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from whalepod.mtp.stats import AcceptanceAverage, StepRecord, TimeAverages
+from whalepod.mtp.stats import AcceptanceAverage, LeastTimes, StepRecord
 
 SETTLED_STEPS = 8
 """Steps that a depth is kept at least, unless the batch changes its size."""
@@ -42,10 +42,44 @@ class FixedDepth:
         """Learn nothing."""
 
 
+class StepTimes:
+    """What steps cost: verifying by tokens of the step, drafting by depth and rows."""
+
+    __slots__ = ("_draft_us", "_verify_us")
+
+    def __init__(self, max_depth: int) -> None:
+        self._verify_us = LeastTimes()
+        self._draft_us = [LeastTimes() for _ in range(max_depth)]
+
+    def observe(self, record: StepRecord) -> None:
+        """Take the times of a step without pieces of prompts."""
+        self._verify_us.observe(record.num_tokens, record.step_time_us - record.draft_time_us)
+        if 0 < record.num_passes <= len(self._draft_us):
+            self._draft_us[record.num_passes - 1].observe(record.num_rows, record.draft_time_us)
+
+    def estimate(self, num_rows: int, depth: int) -> int | None:
+        """Return the time of a step that verifies and makes `depth` drafts for each row."""
+        verify_us = self._verify_us.estimate(num_rows * (1 + depth))
+        if verify_us is None or not depth:
+            return verify_us
+        return verify_us + self._estimate_draft(num_rows, depth, verify_us)
+
+    def _estimate_draft(self, num_rows: int, depth: int, verify_us: int) -> int:
+        """A depth that was not tried is taken to cost a little less than it will, so that it is."""
+        known = [
+            (tried, time_us)
+            for tried, times in enumerate(self._draft_us, start=1)
+            if (time_us := times.estimate(num_rows)) is not None
+        ]
+        if not known:
+            return depth * (verify_us // 8)
+        tried, time_us = min(known, key=lambda item: (abs(item[0] - depth), item[0]))
+        return max(time_us + (depth - tried) * time_us // (tried + 1), 1)
+
+
 def best_depth(
     acceptance: AcceptanceAverage,
-    verify_times: TimeAverages,
-    pass_times: TimeAverages,
+    times: StepTimes,
     *,
     num_rows: int,
     current: int,
@@ -55,22 +89,14 @@ def best_depth(
 
     A step of depth k computes (1 + k) tokens for each row and runs k passes of the draft model.
     """
-
-    def time_us(depth: int) -> int | None:
-        verify_us = verify_times.estimate(num_rows * (1 + depth))
-        if verify_us is None:
-            return None
-        pass_us = pass_times.estimate(num_rows)
-        return verify_us + depth * (verify_us // 8 if pass_us is None else pass_us)
-
-    current_us = time_us(current)
+    current_us = times.estimate(num_rows, current)
     if current_us is None:
         return current
     best, best_tokens, best_us = current, acceptance.expected_tokens(current), current_us
     # the current depth has a lead that the others must make up for
     best_tokens = best_tokens * GAIN_NUMERATOR // GAIN_DENOMINATOR
     for depth in range(min(current + 1, max_depth) + 1):  # upwards step by step
-        tokens, needed_us = acceptance.expected_tokens(depth), time_us(depth)
+        tokens, needed_us = acceptance.expected_tokens(depth), times.estimate(num_rows, depth)
         if needed_us is not None and tokens * best_us > best_tokens * needed_us:
             best, best_tokens, best_us = depth, tokens, needed_us
     return best
@@ -82,8 +108,7 @@ class AdaptiveDepth:
     def __init__(self, max_depth: int) -> None:
         self._max_depth = max_depth
         self._acceptance = AcceptanceAverage(max_depth)
-        self._verify_times = TimeAverages()
-        self._pass_times = TimeAverages()
+        self._times = StepTimes(max_depth)
         self._depth = min(1, max_depth)
         self._num_rows = 0
         self._num_settled = 0
@@ -104,13 +129,10 @@ class AdaptiveDepth:
             return
         self._acceptance.observe(record.num_judged, record.num_accepted)
         if record.is_decode:
-            self._verify_times.observe(
-                record.num_tokens, record.step_time_us - record.draft_time_us
-            )
-            if record.num_passes:
-                self._pass_times.observe(record.num_rows, record.draft_time_us // record.num_passes)
+            self._times.observe(record)
         self._num_settled += 1
         if self._num_settled >= SETTLED_STEPS or record.num_rows != self._num_rows:
+            self._num_settled %= SETTLED_STEPS
             self._settle(record.num_rows)
         self._count_probes(record.num_rows)
 
@@ -118,8 +140,7 @@ class AdaptiveDepth:
         self._num_rows = num_rows
         depth = best_depth(
             self._acceptance,
-            self._verify_times,
-            self._pass_times,
+            self._times,
             num_rows=num_rows,
             current=self._depth,
             max_depth=self._max_depth,

@@ -21,12 +21,14 @@ from whalepod.kernels.interface import Kernels, Packed
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.models.deepseek_v3 import MAX_REPEATED_TOKENS, DecoderLayer, DeepseekV3
-from whalepod.models.mla import plan_attention
+from whalepod.models.mla import AttentionPlan, plan_attention
 from whalepod.models.weights import Weights
+from whalepod.mtp.tail import Tail
 
 
 class MtpModule:
-    """One module; it shares the main model's embedding, head and rotary table.
+    """One module; it shares the main model's embedding, head and rotary table, and its `kernels`,
+    which may record what both do as one program.
 
     `index` counts the checkpoint's modules: its tensors are `model.layers.{num_layers + index}.*`
     and its rows lie in the cache layer of the same number.
@@ -84,16 +86,18 @@ class MtpModule:
         previous_hidden_TH [T, H]: the hidden state of the token before each token, of the main
         model (after its final norm) or of the module before.
         """
-        rows_PBC, cos_sin_SD = cache.layer(self._cache_layer), self._model.cos_sin_SD
 
         def compute(previous_TH: Tensor) -> Tensor:
             x_TH, _ = self._input(token_ids_T, previous_TH)
-            self._layer.attention.write_rows(x_TH, positions_T, slots_T, rows_PBC, cos_sin_SD)
+            rows_PBC = cache.layer(self._cache_layer)
+            self._layer.attention.store(
+                x_TH, positions_T, slots_T, rows_PBC, self._model.cos_sin_SD
+            )
             return x_TH
 
         places = token_ids_T.data_ptr(), positions_T.data_ptr(), slots_T.data_ptr()
         key = ("rows", id(self), cache.rows_LPBC.data_ptr(), *places, len(token_ids_T))
-        self._repeat(key, previous_hidden_TH, compute)
+        self._repeat(key, previous_hidden_TH, compute, is_plain=True)
 
     def forward(
         self, previous_hidden_TH: Tensor, batch: ForwardBatch, cache: LatentCache
@@ -103,33 +107,94 @@ class MtpModule:
         Returns `[T, H]` after shared_head.norm: `DeepseekV3.logits` of it guess the token after
         each token, and it takes the place of the main model's hidden state for the next guess.
         """
-        plan = replace(plan_attention(batch, batch.max_query_tokens), first_key=self._num_masked)
+        key = ("pass", id(self), cache.rows_LPBC.data_ptr(), *batch.places())
+        return self._repeat(
+            key,
+            previous_hidden_TH,
+            lambda previous_TH: self._pass(previous_TH, batch, cache),
+            is_plain=self._layer.is_local,
+        )
+
+    def end(self, previous_hidden_TH: Tensor, tail: Tail, cache: LatentCache) -> Tensor:
+        """Store the rows of all tokens of a tail, and run the layer for each text's newest.
+
+        previous_hidden_TH [T, H] as in `write_rows`. Returns `[B, H]` as `forward` does.
+        """
+        key = ("end", id(self), id(tail), cache.rows_LPBC.data_ptr())
+        return self._repeat(
+            key,
+            previous_hidden_TH,
+            lambda previous_TH: self._end(previous_TH, tail, cache),
+            is_plain=self._layer.is_local,
+        )
+
+    def guess(self, previous_hidden_TH: Tensor, tail: Tail, cache: LatentCache) -> None:
+        """Do as `end`, then choose a token behind each text and pass on, for all passes of a tail.
+
+        Leaves the guesses in `tail.drafts_KB`. One program: nothing comes back before the end.
+        """
 
         def compute(previous_TH: Tensor) -> Tensor:
-            x_TH, residual_TH = self._input(batch.token_ids_T, previous_TH)
-            hidden_TH, _ = self._layer(
-                x_TH,
-                residual_TH,
-                self._head_norm_H,
-                batch,
-                plan,
-                cache.layer(self._cache_layer),
-                self._model.cos_sin_SD,
-            )
-            return hidden_TH
+            hidden_BH = self._end(previous_TH, tail, cache)
+            for depth, drafts_B in enumerate(tail.drafts_KB):
+                if depth:
+                    hidden_BH = self._pass(hidden_BH, tail.ends[depth], cache)
+                self._kernels.draw(
+                    self._model.logits(hidden_BH),
+                    tail.temperatures_B,
+                    tail.seeds_B,
+                    tail.positions_of_drafts_KB[depth],
+                    drafts_B,
+                )
+            return hidden_BH
 
-        key = ("pass", id(self), cache.rows_LPBC.data_ptr(), *batch.places())
-        return self._repeat(key, previous_hidden_TH, compute)
+        key = ("guess", id(self), id(tail), cache.rows_LPBC.data_ptr())
+        self._repeat(key, previous_hidden_TH, compute, is_plain=self._layer.is_local)
+
+    def _end(self, previous_TH: Tensor, tail: Tail, cache: LatentCache) -> Tensor:
+        x_TH, residual_TH = self._input(tail.token_ids_T, previous_TH)
+        batch = tail.ends[0]
+        hidden_BH, _ = self._layer.ends(
+            x_TH,
+            residual_TH,
+            self._head_norm_H,
+            (tail.positions_T, tail.slots_T),
+            tail.last_B,
+            batch.positions_T,
+            self._plan(batch),
+            cache.layer(self._cache_layer),
+            self._model.cos_sin_SD,
+        )
+        return hidden_BH
+
+    def _pass(self, previous_TH: Tensor, batch: ForwardBatch, cache: LatentCache) -> Tensor:
+        x_TH, residual_TH = self._input(batch.token_ids_T, previous_TH)
+        hidden_TH, _ = self._layer(
+            x_TH,
+            residual_TH,
+            self._head_norm_H,
+            batch,
+            self._plan(batch),
+            cache.layer(self._cache_layer),
+            self._model.cos_sin_SD,
+        )
+        return hidden_TH
+
+    def _plan(self, batch: ForwardBatch) -> AttentionPlan:
+        plan = plan_attention(batch, batch.max_query_tokens)
+        return replace(plan, first_key=self._num_masked)
 
     def _repeat(
         self,
         key: tuple[object, ...],
         previous_TH: Tensor,
         compute: Callable[[Tensor], Tensor],
+        *,
+        is_plain: bool,
     ) -> Tensor:
         """Compute, or repeat what was recorded: for few tokens, from hidden states at one place."""
         num_tokens = len(previous_TH)
-        if not 0 < num_tokens <= MAX_REPEATED_TOKENS:
+        if not (is_plain and 0 < num_tokens <= MAX_REPEATED_TOKENS):
             return compute(previous_TH)
         kept_TH = self._previous_TH[:num_tokens]
         kept_TH.copy_(previous_TH)

@@ -19,11 +19,9 @@ FORGET_AFTER = 128
 """Steps after which a position that is not tried any more is thought better of."""
 TIMES_HOLD_STEPS = 512
 """Steps after which a time that was not measured again is forgotten."""
-RISE_SHIFT, FALL_SHIFT = 4, 1
-"""A longer step moves the average by 1 / 16 of the difference, a shorter one by 1 / 2: what
-disturbs a step makes it longer, so the average stays near the undisturbed times."""
-MAX_TIME_RISE = 2
-"""A step that took longer than the average by more than 1 / 2 was disturbed, and counts as that."""
+LEAST_OF_STEPS = 16
+"""Measurements of which the least counts: what disturbs a step makes it longer, on a busy machine
+many times as long, and longer steps are disturbed more often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +84,17 @@ class AcceptanceAverage:
                 old = self.shares[position]
                 self.shares[position] = old + (share - old) * weight // self._memory
 
+    def observe_run(self, num_drafts: int, num_right: int) -> None:
+        """Do as `observe` for one run of drafts."""
+        shares, memory = self.shares, self._memory
+        for position in range(max(num_drafts, 1), len(shares)):
+            gap = shares[position - 1] - shares[position]
+            if gap > 0:
+                shares[position] += gap // FORGET_AFTER
+        for position in range(min(num_right + 1, num_drafts, len(shares))):
+            share = ONE if position < num_right else 0
+            shares[position] += (share - shares[position]) // memory
+
     def expected_tokens(self, depth: int) -> int:
         """Return how many tokens a step with `depth` drafts yields, times 65,536."""
         total = reached = ONE
@@ -95,35 +104,37 @@ class AcceptanceAverage:
         return total
 
 
-class TimeAverages:
-    """Average time by size of a step; sizes that were not measured lately are estimated."""
+class LeastTimes:
+    """The least time lately by size of a step; sizes that were not measured are estimated."""
 
-    __slots__ = ("_last_seen", "_num_observed", "_times_us")
+    __slots__ = ("_last_seen", "_num_observed", "_times_us", "_windows")
 
     def __init__(self) -> None:
         self._times_us: dict[int, int] = {}
+        self._windows: dict[int, tuple[int, int, int]] = {}
+        """For each size: least of the last whole window, least of this one, how many it has."""
         self._last_seen: dict[int, int] = {}
         self._num_observed = 0
 
     def observe(self, size: int, time_us: int) -> None:
-        """Take the time of a step of `size`. One that was disturbed moves the average little."""
+        """Take the time of a step of `size`."""
         bucket = size_bucket(size)
         self._num_observed += 1
         self._last_seen[bucket] = self._num_observed
         if self._num_observed % 64 == 0:
             self._forget_old()
-        old = self._times_us.get(bucket)
-        if old is None:
-            self._times_us[bucket] = max(time_us, 1)
-        else:
-            change = min(time_us - old, old // MAX_TIME_RISE)
-            shift = RISE_SHIFT if change > 0 else FALL_SHIFT
-            self._times_us[bucket] = max(old + (change >> shift), 1)
+        time_us = max(time_us, 1)
+        before, least, count = self._windows.get(bucket, (time_us, time_us, 0))
+        if count == LEAST_OF_STEPS:
+            before, least, count = least, time_us, 0
+        least = min(least, time_us)
+        self._windows[bucket] = before, least, count + 1
+        self._times_us[bucket] = min(before, least)
 
     def _forget_old(self) -> None:
         for bucket, seen in list(self._last_seen.items()):
             if seen < self._num_observed - TIMES_HOLD_STEPS:
-                del self._last_seen[bucket], self._times_us[bucket]
+                del self._last_seen[bucket], self._times_us[bucket], self._windows[bucket]
 
     def estimate(self, size: int) -> int | None:
         """Return the time of a step of `size`; None before the first measurement.

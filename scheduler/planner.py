@@ -162,11 +162,11 @@ class Planner:
             stop_wanted = min(stop + num_drafts, sequence.max_total_tokens - 2)
             num_wanted = max(min(self._stretch(sequence, stop_wanted), stop_wanted) - stop, 0)
         return Row(
-            sequence_id=sequence.sequence_id,
-            token_ids=token_ids + drafts,
-            start=start,
-            block_ids=self._residency.block_table(sequence),
-            sample=sample,
+            sequence.sequence_id,
+            token_ids + drafts,
+            start,
+            self._residency.block_table(sequence),
+            sample,
             num_drafts=len(drafts),
             num_drafts_wanted=num_wanted,
         )

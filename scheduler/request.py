@@ -147,11 +147,11 @@ class Sequence:
 
     def take_prompt_logprobs(
         self, start: int, logprobs: SequenceOf[TokenLogprob]
-    ) -> list[TokenLogprob]:
+    ) -> tuple[TokenLogprob, ...]:
         """Keep those of a row from position `start` that were not reported before a preemption."""
         if not logprobs or not self.reports_prompt_logprobs:
-            return []
-        fresh = list(logprobs[max(self.num_prompt_logprobs - start, 0) :])
+            return ()
+        fresh = tuple(logprobs[max(self.num_prompt_logprobs - start, 0) :])
         self.num_prompt_logprobs += len(fresh)
         return fresh
 

@@ -163,12 +163,12 @@ class Scheduler:
 
     def _seal(self, sketch: Sketch, num_drafts: int) -> Plan:
         rows = self._planner.rows(sketch, num_drafts)
-        pending = (self._sequences[row.sequence_id].pending_copy for row in rows)
+        pending = [share.sequence.pending_copy for share in sketch.shares.values()]
         self._counters.num_steps += 1
         return Plan(
             step=self._counters.num_steps,
             rows=rows,
-            copies=tuple(copy for copy in pending if copy is not None),
+            copies=tuple([copy for copy in pending if copy is not None]),
             preempted=tuple(self._unreported_preemptions),
         )
 
@@ -260,23 +260,24 @@ class Scheduler:
         num_kept, finish_reason, stop_token_id = ending
         if finish_reason is None and len(sequence.token_ids) == sequence.num_computed:
             finish_reason = "length"  # the prompt is computed, and no token was asked for
-        prompt_logprobs: list[TokenLogprob] = []
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if result.prompt_logprobs:
             prompt_logprobs = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs)
         num_accepted = min(len(result.token_ids) - 1, num_kept) if row.num_drafts else 0
+        request = sequence.request
         return Output(
-            sequence_id=sequence.sequence_id,
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            num_accepted_drafts=num_accepted,
-            num_rejected_drafts=row.num_drafts - num_accepted,
-            token_ids=list(result.token_ids[:num_kept]),
-            logprobs=list(result.logprobs[:num_kept]),
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=sequence.request.num_cached_tokens,
-            queue_us=sequence.request.queue_us,
-            finish_reason=finish_reason,
-            stop_token_id=stop_token_id,
+            sequence.sequence_id,
+            request.request_id,
+            sequence.index,
+            result.token_ids[:num_kept],
+            result.logprobs[:num_kept],
+            prompt_logprobs,
+            request.num_cached_tokens,
+            request.queue_us,
+            finish_reason,
+            stop_token_id,
+            num_accepted,
+            row.num_drafts - num_accepted,
         )
 
     def _fail(self, request: Request, error: str, outputs: list[Output]) -> None:

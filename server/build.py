@@ -13,8 +13,6 @@ from typing import BinaryIO, Protocol
 import torch
 
 from whalepod.ep_comm.interface import ExpertPlacement
-from whalepod.ep_comm.transport.interface import Transport
-from whalepod.ep_comm.transport.shm import ShmTransport
 from whalepod.kernels.cpu import CpuKernels, Int8CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
 from whalepod.kernels.reference import ReferenceKernels
@@ -26,6 +24,7 @@ from whalepod.models.packed_files import PackedFiles, fingerprint
 from whalepod.models.source import (
     EMBEDDED_MODEL,
     SourceError,
+    compiled_code_folder,
     default_cache_folder,
     resolve_model,
 )
@@ -46,7 +45,6 @@ from whalepod.server.build_speculation import (
     wants_mtp,
 )
 from whalepod.server.cache_memory import new_cache, settle_length
-from whalepod.server.cluster.seat import Seat, prepare_heaps
 from whalepod.server.config import EngineConfig, ModelSource
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore, TestHooks
@@ -316,22 +314,13 @@ def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
             )
         return ReferenceKernels()
     kind = Int8CpuKernels if is_int8 else CpuKernels
-    kernels = kind(num_threads=device.num_threads or None, is_invariant=device.batch_invariant)
+    kernels = kind(
+        num_threads=device.num_threads or None,
+        is_invariant=device.batch_invariant,
+        code_folder=compiled_code_folder(),
+    )
     kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
     return kernels
-
-
-def choose_transport(name: str, seat: Seat, heap_bytes: int) -> Transport:
-    """Return what carries rows between the ranks of a group (`--all2all-backend`)."""
-    if name not in ("auto", "shm"):
-        raise StartupError(
-            f"--all2all-backend {name} cannot be used for the ranks of one machine yet: use shm"
-        )
-    try:
-        prepare_heaps(seat, heap_bytes)
-        return ShmTransport(seat.rank, seat.heap_descriptors)
-    except (RuntimeError, ValueError) as error:
-        raise StartupError(str(error)) from error
 
 
 def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:

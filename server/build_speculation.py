@@ -14,7 +14,7 @@ from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.weights import CheckpointWeights, Weights, WeightsError, mtp_layer
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
-from whalepod.mtp.draft import Drafter
+from whalepod.mtp.draft import new_drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.server.engine.acceptance_check import (
@@ -114,7 +114,7 @@ def new_speculator(
     with_lookup = _wants_lookup(speculation, bool(mtp))
     if not mtp and not with_lookup:
         return None
-    drafter = Drafter(mtp, cache, batches, hidden_size=hidden_size) if mtp else None
+    drafter = new_drafter(mtp, cache, batches, hidden_size=hidden_size) if mtp else None
     return Speculator(drafter, sampler, with_lookup=with_lookup)
 
 

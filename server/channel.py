@@ -14,9 +14,8 @@ from types import TracebackType
 from typing import Self
 
 import zmq
-import zmq.asyncio
 
-from whalepod.server.codec import decode, encode
+from whalepod.server.codec import Encoder, decode, encode
 from whalepod.server.errors import EngineLost, RequestRejected, RequestWithdrawn
 from whalepod.server.messages import (
     MAX_MESSAGE_BYTES,
@@ -48,6 +47,8 @@ MAX_LIVE_REQUESTS = 16_384
 """Requests in flight on one channel: each has a queue here, and one abort may wait to be sent."""
 MAX_RECEIVED_AT_ONCE = 256
 """Messages that the engine takes between two steps."""
+MAX_EXCHANGED_AT_ONCE = 64
+"""Messages that the gateway takes or sends before others have their turn."""
 EXIT_POLL_S = 0.2
 """How often the gateway looks whether the engine's process lives."""
 LINGER_MS = 1000
@@ -66,6 +67,11 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     return socket
 
 
+def _events(socket: zmq.Socket[bytes]) -> int:
+    """Return what a socket can do now: POLLIN, POLLOUT."""
+    return int(socket.get(zmq.EVENTS))
+
+
 class EngineServer:
     """The engine's end. `should_stop` is asked whenever a call has waited for `poll_s`."""
 
@@ -78,6 +84,7 @@ class EngineServer:
         self._should_stop = should_stop
         self._poll_ms = int(poll_s * 1000)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._encode = Encoder().encode
         self._socket = new_socket(self._context)
         self._socket.connect(address)
         self._poller = zmq.Poller()
@@ -95,16 +102,16 @@ class EngineServer:
         messages: list[ToEngine] = []
         if wait and not self._poller.poll(self._poll_ms):
             return messages
-        with suppress(zmq.Again):
-            while len(messages) < MAX_RECEIVED_AT_ONCE:
-                message = _decode_or_none(self._socket.recv(zmq.NOBLOCK))
-                if message is not None:
-                    messages.append(message)
+        # asked between all steps: far cheaper than to try and be refused
+        while len(messages) < MAX_RECEIVED_AT_ONCE and _events(self._socket) & zmq.POLLIN:
+            message = _decode_or_none(self._socket.recv(zmq.NOBLOCK))
+            if message is not None:
+                messages.append(message)
         return messages
 
     def send(self, message: ToGateway) -> None:
         """Send a message; while the gateway is behind wait for it, unless told to stop."""
-        frame = encode(message)
+        frame = self._encode(message)
         while True:
             with suppress(zmq.Again):
                 self._socket.send(frame, zmq.NOBLOCK)
@@ -186,15 +193,15 @@ class EngineChannel:
         self._mailboxes: dict[str, _Mailbox] = {}
         self._pings: dict[int, asyncio.Future[Stats]] = {}
         self._last_nonce = 0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._outbox: deque[bytes] = deque()  # two a live request, at most
 
     async def __aenter__(self) -> Self:
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()  # two a live request, at most
-        self._async_socket = zmq.asyncio.Socket(self._socket)
-        loops = (self._receive_all(), self._send_all(), self._watch_process())
-        self._tasks = [asyncio.create_task(loop) for loop in loops]
-        for task in self._tasks:
-            task.add_done_callback(self._task_ended)
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(self._socket.get(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._exchange)
+        self._exchange()  # what came earlier rings no bell any more
+        self._watch = asyncio.create_task(self._watch_process())
+        self._watch.add_done_callback(self._watch_ended)
         return self
 
     async def __aexit__(
@@ -203,13 +210,13 @@ class EngineChannel:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        self._loop.remove_reader(self._descriptor)
         self._fail("the server is stopping", is_fault=False)
-        self._async_socket.close()
+        self._socket.close()
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
+    def _watch_ended(self, task: asyncio.Task[None]) -> None:
         """Let no background task die unseen."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task of the engine's channel failed", exc_info=error)
@@ -253,7 +260,7 @@ class EngineChannel:
         frame = encode(request)
         mailbox = self._mailboxes[request_id] = _Mailbox()
         num_live = request.num_sequences
-        self._outbox.put_nowait(frame)
+        self._post(frame)
         try:
             while num_live:
                 output = await mailbox.get()
@@ -273,7 +280,7 @@ class EngineChannel:
     async def ping(self, timeout_s: float) -> Stats:
         """Return fresh counters from the engine loop itself; EngineLost after `timeout_s`."""
         self._check_well()
-        if self._outbox.qsize() > MAX_QUEUED_MESSAGES:
+        if len(self._outbox) > MAX_QUEUED_MESSAGES:
             raise EngineLost("the engine takes no messages")
         self._last_nonce += 1
         nonce = self._last_nonce
@@ -300,20 +307,44 @@ class EngineChannel:
             raise EngineLost(self._failure)
 
     def _send(self, message: ToEngine) -> None:
-        self._outbox.put_nowait(encode(message))
+        self._post(encode(message))
 
-    # -- background tasks -----------------------------------------------------------------------
+    def _post(self, frame: bytes) -> None:
+        self._outbox.append(frame)
+        self._loop.call_soon(self._exchange)
 
-    async def _send_all(self) -> None:
-        while True:
-            await self._async_socket.send(await self._outbox.get())
+    # -- in the background ----------------------------------------------------------------------
 
-    async def _receive_all(self) -> None:
+    def _exchange(self) -> None:
+        """Take what has come and send what waits.
+
+        The socket's descriptor tells of changes only, and each call may use one up: so this goes on
+        until there is nothing to do. (pyzmq's own asyncio socket costs three times as much per
+        message, and there is one message per step.)
+        """
         try:
-            while self._failure is None:
-                self._take(decode(await self._async_socket.recv()))
+            for _ in range(MAX_EXCHANGED_AT_ONCE):
+                if self._failure is not None or not self._exchange_one():
+                    return
+            self._loop.call_soon(self._exchange)
         except MessageError as error:
             self._fail(f"the engine sent what cannot be read: {error}")
+        except Exception as error:
+            logger.exception("the engine's channel failed")
+            self._fail(f"the channel to the engine failed: {error}")
+
+    def _exchange_one(self) -> bool:
+        """Receive or send one message; False when neither can be done now."""
+        if self._socket.closed:
+            return False
+        events = _events(self._socket)
+        if events & zmq.POLLIN:
+            self._take(decode(self._socket.recv(zmq.NOBLOCK)))
+        elif self._outbox and events & zmq.POLLOUT:
+            self._socket.send(self._outbox.popleft(), zmq.NOBLOCK)
+        else:
+            return False
+        return True
 
     async def _watch_process(self) -> None:
         while (reason := self._exit_reason()) is None:
@@ -323,7 +354,7 @@ class EngineChannel:
     def _take(self, message: ToEngine | ToGateway) -> None:
         match message:
             case StepOutputs():
-                self._stats = message.stats
+                self._stats = message.stats or self._stats
                 for output in message.outputs:
                     if (mailbox := self._mailboxes.get(output.request_id)) is not None:
                         mailbox.put(output)

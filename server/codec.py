@@ -39,7 +39,7 @@ from whalepod.server.messages import (
 
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
-Encoder = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ...], tuple[str, ...]]
+Shape = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ...], tuple[str, ...]]
 """Names of the fields, a getter of all of them, their defaults, and those that are mappings."""
 MESSAGE_TYPES: Mapping[str, type] = {
     cls.__name__: cls
@@ -52,10 +52,32 @@ _REQUIRED: Any = object()
 _INT64 = range(-(2**63), 2**63)
 
 
+class Encoder:
+    """Makes frames in memory that it keeps: one for each thread that sends."""
+
+    def __init__(self) -> None:
+        # surrogatepass: test_steps may hold half a character as a lone surrogate
+        self._pack = msgpack.Packer(default=_plain, unicode_errors="surrogatepass").pack
+
+    def encode(self, message: ToEngine | ToGateway) -> bytes:
+        """Return the frame of a message. MessageError when it would be over MAX_MESSAGE_BYTES."""
+        return self.encode_map(
+            _to_map(message) | {"v": PROTOCOL_VERSION, "t": type(message).__name__}
+        )
+
+    def encode_map(self, row: dict[str, Any]) -> bytes:
+        """Return the frame of a map."""
+        frame: bytes = self._pack(row)
+        if len(frame) > MAX_MESSAGE_BYTES:
+            raise MessageError(
+                f"message of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} may travel"
+            )
+        return frame
+
+
 def encode(message: ToEngine | ToGateway) -> bytes:
-    """Return the frame of a message. MessageError when it would be over MAX_MESSAGE_BYTES."""
-    head = {"v": PROTOCOL_VERSION, "t": type(message).__name__}
-    return _pack(head | _to_map(message))
+    """Return the frame of a message that is sent now and then; as `Encoder.encode`."""
+    return Encoder().encode(message)
 
 
 def decode(frame: bytes | memoryview) -> ToEngine | ToGateway:
@@ -73,7 +95,7 @@ def decode(frame: bytes | memoryview) -> ToEngine | ToGateway:
 
 def encode_value(value: Any) -> bytes:
     """Return a dataclass that is no message (a config) in the same form, without version."""
-    return _pack(_to_map(value))
+    return Encoder().encode_map(_to_map(value))
 
 
 def decode_value(cls: type[T], frame: bytes | memoryview) -> T:
@@ -83,14 +105,6 @@ def decode_value(cls: type[T], frame: bytes | memoryview) -> T:
 
 
 # -- bytes --------------------------------------------------------------------------------------
-
-
-def _pack(value: dict[str, Any]) -> bytes:
-    # surrogatepass: test_steps may hold half a character as a lone surrogate
-    frame: bytes = msgpack.packb(value, default=_plain, unicode_errors="surrogatepass")
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise MessageError(f"message of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} may travel")
-    return frame
 
 
 def _unpack(frame: bytes | memoryview) -> dict[str, Any]:
@@ -116,7 +130,7 @@ def _plain(value: Any) -> Any:
 
 
 def _to_map(value: Any) -> dict[str, Any]:
-    names, fetch, defaults, mappings = _encoder_of_class(type(value))
+    names, fetch, defaults, mappings = _shape_of_class(type(value))
     row = {
         name: item
         for name, item, default in zip(names, fetch(value), defaults, strict=True)
@@ -128,14 +142,14 @@ def _to_map(value: Any) -> dict[str, Any]:
     return row
 
 
-def _make_encoder(cls: type) -> Encoder:
+def _make_shape(cls: type) -> Shape:
     names = tuple(f.name for f in fields(cls))
     hints = get_type_hints(cls)
     mappings = tuple(name for name in names if get_origin(hints[name]) is Mapping)
     return names, _fetcher(names), tuple(_default(f) for f in fields(cls)), mappings
 
 
-_encoder_of_class: Callable[[Any], Encoder] = cache(_make_encoder)
+_shape_of_class: Callable[[Any], Shape] = cache(_make_shape)
 
 
 def _fetcher(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
@@ -187,6 +201,8 @@ def _decoder(hint: Any, path: str) -> Decoder:
         return _scalar(hint, path)
     if is_dataclass(hint):
         return _decoder_of_class(hint)
+    if hasattr(hint, "_field_defaults"):
+        return _record(hint, path)
     if origin is Literal:
         return _literal(args, path)
     if origin in (types.UnionType, Union):
@@ -268,6 +284,21 @@ def _fixed(args: tuple[Any, ...], path: str) -> Decoder:
         return tuple([decoder(item) for decoder, item in zip(decoders, items, strict=True)])
 
     return decode_fixed
+
+
+def _record(cls: Any, path: str) -> Decoder:
+    """Read a named tuple; msgpack writes it as the list of its fields without any help."""
+    hints, names = get_type_hints(cls), cls._fields
+    decoders = [_decoder(hints[name], f"{path}.{name}") for name in names]
+    num_required = len(names) - len(cls._field_defaults)
+
+    def decode_record(raw: Any) -> Any:
+        items = _list(raw, path)
+        if len(items) < num_required:
+            raise MessageError(f"{path}: field {names[len(items)]} is missing")
+        return cls(*[decoder(item) for decoder, item in zip(decoders, items, strict=False)])
+
+    return decode_record
 
 
 def _mapping(args: tuple[Any, ...], path: str) -> Decoder:

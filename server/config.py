@@ -12,6 +12,7 @@ from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
 
 DtypeName = Literal["auto", "bf16", "fp32"]
+TransportName = Literal["shm", "gloo", "cuda_ipc", "nvshmem"]
 GrammarBackendName = Literal["llguidance", "xgrammar"]
 
 
@@ -74,6 +75,36 @@ class ParallelConfig:
         for name in ("dispatch_timeout_s", "rank_return_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesConfig:
+    """Which machine this is of those that serve a model together."""
+
+    num_nodes: Annotated[
+        int, "machines that serve the model together; torchrun and LeaderWorkerSet say it, too"
+    ] = 1
+    node_rank: Annotated[
+        int, "number of this machine; 0 runs `whalepod serve`, the others `whalepod worker`"
+    ] = 0
+    master_address: Annotated[str | None, "address of machine 0 that the others reach"] = None
+    master_port: Annotated[int, "port of machine 0 where all meet"] = 29500
+    rendezvous_timeout_s: Annotated[
+        float, "how long a machine waits for the others before all end with an error"
+    ] = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.node_rank < self.num_nodes:
+            raise ValueError(
+                f"node_rank ({self.node_rank}) must be in 0..{self.num_nodes - 1}, since num_nodes "
+                f"is {self.num_nodes}"
+            )
+        if not 1 <= self.master_port <= 65535:
+            raise ValueError(f"master_port must be in 1..65535, got {self.master_port}")
+        if not self.rendezvous_timeout_s > 0:
+            raise ValueError(
+                f"rendezvous_timeout_s must be over 0, got {self.rendezvous_timeout_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,3 +25,7 @@ class RequestWithdrawn(Exception):
 
 class StartupError(Exception):
     """The server cannot start; the message is one sentence for the user (exit code 1)."""
+
+
+class GroupLost(Exception):
+    """The ranks of a group can serve no longer; the message is one sentence for the user."""

@@ -8,26 +8,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import zmq
-
-from whalepod.server.channel import EngineChannel, new_socket
-from whalepod.server.codec import decode, encode_value
+from whalepod.server.channel import EngineChannel
+from whalepod.server.codec import encode_value
 from whalepod.server.config import EngineConfig
-from whalepod.server.errors import StartupError
-from whalepod.server.messages import EngineFailed, EngineInfo, MessageError
+from whalepod.server.engine_socket import EngineSocket
+from whalepod.server.messages import EngineInfo
 
 ENGINE_MODULE = "whalepod.server.engine.process"
 START_TIMEOUT_S = 1800.0
 """Loading hundreds of gigabytes from a network disk takes its time; progress is on stderr."""
 STOP_GRACE_S = 10.0
 """From SIGTERM to SIGKILL: the engine ends after the step it is in."""
-POLL_MS = 100
 
 
 class EngineProcess:
@@ -60,7 +56,6 @@ class EngineProcess:
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._module = module
-        self._info: EngineInfo | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -71,12 +66,9 @@ class EngineProcess:
     def start(self) -> None:
         """Start the process; `wait_until_ready` is to follow, `stop` ends it."""
         self._folder = tempfile.mkdtemp(prefix="whalepod-")  # 0700
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = new_socket(self._context)
+        self._socket = EngineSocket(self._name)
         try:
-            address = f"ipc://{self._folder}/engine"
-            self._socket.bind(address)
-            self._process = self._spawn(address)
+            self._process = self._spawn(self._socket.bind(f"ipc://{self._folder}/engine"))
         except BaseException:
             self.stop()
             raise
@@ -88,7 +80,7 @@ class EngineProcess:
         """
         assert self._process is not None, "the engine was not started"
         try:
-            self._info = self._wait_until_ready(self._process, why_stop)
+            self._socket.wait_for_info(self._start_timeout_s, self.exit_reason, why_stop)
         except BaseException:
             self.stop()
             raise
@@ -104,8 +96,7 @@ class EngineProcess:
     @property
     def info(self) -> EngineInfo:
         """What the engine said when it became ready."""
-        assert self._info is not None, "the engine was not started"
-        return self._info
+        return self._socket.info
 
     @property
     def pid(self) -> int:
@@ -114,26 +105,16 @@ class EngineProcess:
 
     def channel(self) -> EngineChannel:
         """Return the gateway's end of the wire, to be entered once."""
-        return EngineChannel(self._socket, self.info, self.exit_reason)
+        return self._socket.channel(self.exit_reason)
 
     def exit_reason(self) -> str | None:
         """Say how the process ended; None while it lives."""
         code = self._process.poll() if self._process is not None else None
-        if code is None:
-            return None
-        if code < 0:
-            return f"{self._name} process was ended by {signal.Signals(-code).name}"
-        return f"{self._name} process ended with exit code {code}"
+        return None if code is None else f"{self._name} process {describe_exit(code)}"
 
     def last_words(self) -> str | None:
         """Return why the engine could not start, if it has said so."""
-        if not self._socket.poll(0):
-            return None
-        try:
-            self._first_message()
-        except StartupError as error:
-            return str(error)
-        return None
+        return self._socket.last_words()
 
     def terminate(self) -> None:
         """Ask the process to end; `stop` waits for it."""
@@ -148,60 +129,69 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the process (SIGTERM, after a grace SIGKILL) and remove the folder."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(self._stop_grace_s)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        self._socket.close(linger=0)
-        self._context.term()
+        if self._process is not None:
+            end(self._process, self._stop_grace_s)
+        self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _spawn(self, address: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", self._module]
-        if self._shared_folder is not None:
-            command += ["--shared-folder", str(self._shared_folder)]
-        process = subprocess.Popen(
-            [*command, "--address", address, "--parent-pid", str(os.getpid())],
-            env=_environment(self._config.device.num_threads),
+        return spawn(
+            self._module,
+            address,
+            self._payload,
+            num_threads=self._config.device.num_threads,
             pass_fds=self._pass_fds,
-            stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno(),  # the caller's stdout may be read by a program
-            process_group=0,  # Ctrl-C reaches the gateway only, which then ends the engine
+            shared_folder=self._shared_folder,
         )
-        assert process.stdin is not None
-        try:
-            with process.stdin:
-                process.stdin.write(self._payload)
-        except BrokenPipeError:
-            pass  # it died at once: whoever waits for it says how
-        return process
 
-    def _wait_until_ready(
-        self, process: subprocess.Popen[bytes], why_stop: Callable[[], str | None]
-    ) -> EngineInfo:
-        deadline = time.monotonic() + self._start_timeout_s
-        while time.monotonic() < deadline:
-            has_ended = process.poll() is not None
-            if self._socket.poll(POLL_MS):  # looked at once more after the end: last words
-                return self._first_message()
-            if has_ended:
-                raise StartupError(f"{self.exit_reason()} before it was ready")
-            if (reason := why_stop()) is not None:
-                raise StartupError(reason)
-        raise StartupError(f"{self._name} was not ready after {self._start_timeout_s:.0f} s")
 
-    def _first_message(self) -> EngineInfo:
-        try:
-            message = decode(self._socket.recv())
-        except MessageError as error:
-            raise StartupError(f"{self._name} sent what cannot be read: {error}") from error
-        if isinstance(message, EngineInfo):
-            return message
-        if isinstance(message, EngineFailed):
-            raise StartupError(message.message)
-        raise StartupError(f"{self._name} began with a {type(message).__name__}")
+def spawn(
+    module: str,
+    address: str,
+    payload: bytes,
+    *,
+    num_threads: int,
+    pass_fds: Sequence[int] = (),
+    shared_folder: Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start an engine's process that connects to `address` and reads `payload` on its stdin."""
+    command = [sys.executable, "-P", "-m", module]
+    if shared_folder is not None:
+        command += ["--shared-folder", str(shared_folder)]
+    process = subprocess.Popen(
+        [*command, "--address", address, "--parent-pid", str(os.getpid())],
+        env=_environment(num_threads),
+        pass_fds=pass_fds,
+        stdin=subprocess.PIPE,
+        stdout=sys.stderr.fileno(),  # the caller's stdout may be read by a program
+        process_group=0,  # Ctrl-C reaches the gateway only, which then ends the engine
+    )
+    assert process.stdin is not None
+    try:
+        with process.stdin:
+            process.stdin.write(payload)
+    except BrokenPipeError:
+        pass  # it died at once: whoever waits for it says how
+    return process
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End a process: SIGTERM, after a grace SIGKILL."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended."""
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def _environment(num_threads: int) -> dict[str, str]:
@@ -209,11 +199,12 @@ def _environment(num_threads: int) -> dict[str, str]:
 
     The pools read their sizes when they are imported, so they are set before the process starts.
     Threads that wait sleep instead of spinning: the gateway, and whoever else shares the cores,
-    would otherwise hold up every parallel region for a scheduler quantum.
+    would otherwise hold up every parallel region for a scheduler quantum. torch's C++ parts warn of
+    addresses without a name.
     """
     threads = str(num_threads or available_cores())
     return (
-        {"OMP_WAIT_POLICY": "passive"}
+        {"OMP_WAIT_POLICY": "passive", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         | os.environ
         | {
             "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),

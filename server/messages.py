@@ -1,21 +1,24 @@
 """Messages between the gateway and an engine: dataclasses on the wire as versioned msgpack maps.
 
-A message is `{"v": version, "t": type, ...fields}`. Unknown fields are ignored (a newer peer may
-send more); an unknown version or type, a missing field, a wrong type or an oversized frame is a
-`MessageError`. Only plain integers, floats, strings, lists and maps travel.
+A message is `{"v": version, "t": type, ...fields}`, and the outputs in it are lists of their fields
+in order. Unknown fields are ignored (a newer peer may send more); an unknown version or type, a
+missing field, a wrong type or an oversized frame is a `MessageError`. Only plain integers, floats,
+strings, lists and maps travel.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.config import GrammarBackendName
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+STATS_INTERVAL_US = 50_000
+"""How old the counters that a gateway knows may be while steps run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +88,18 @@ class EngineInfo:
     """Of the routed experts that are loaded here."""
     num_ranks: int = 1
     """Ranks that the experts are spread over."""
+    transport: str = ""
+    """What carries rows between the ranks; empty: there is one."""
     speculation: str = "off"
     """Who drafts and how many tokens, for people: "mtp, adaptive up to 4"."""
     structured_outputs_backend: GrammarBackendName = "llguidance"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOutput:
-    """New tokens of one sequence of a request."""
+class SequenceOutput(NamedTuple):
+    """New tokens of one sequence of a request: the scheduler's `Output` behind its sequence id."""
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     """Which of the request's `num_sequences` answers."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -113,7 +117,8 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Counters since the engine's start and gauges; sent with every step's outputs and pongs."""
+    """Counters since the engine's start and gauges; sent with pongs and now and then with outputs:
+    when requests came or went, and every STATS_INTERVAL_US."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -145,7 +150,8 @@ class StepOutputs:
     """Engine to gateway: everything that one step produced."""
 
     outputs: tuple[SequenceOutput, ...]
-    stats: Stats = field(default_factory=Stats)
+    stats: Stats | None = None
+    """None: those that were sent last are still new enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

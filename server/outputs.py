@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from whalepod.server.messages import SequenceOutput
 
 
 def join_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
     """Return two outputs of one sequence, in their order, as one."""
-    return replace(
-        second,
+    return second._replace(
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,

@@ -8,6 +8,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import HealthCheck, settings
 
+from whalepod.models.source import compiled_code_folder
+
+# where servers keep compiled kernels, too: the tests compile each once
+os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_code_folder()))
+
 pytest_plugins = ["pytester", "tests.ci_rules"]
 
 settings.register_profile(

@@ -6,6 +6,7 @@ stderr that says what to change; `--debug` shows the traceback instead.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,25 +18,23 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 import whalepod
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
+from whalepod.server.cluster.nodes import NodePlan, plan_nodes
 from whalepod.server.config import (
     DeviceConfig,
     EngineConfig,
     GatewayConfig,
     ModelSource,
+    NodesConfig,
     ParallelConfig,
 )
-from whalepod.server.errors import StartupError
-from whalepod.tools.bench.config import (
-    BenchServeConfig,
-    LoadConfig,
-    ReportConfig,
-    TargetConfig,
-    WorkloadConfig,
-)
+from whalepod.server.errors import GroupLost, StartupError
+from whalepod.tools.bench.commands import add_bench_commands
+from whalepod.tools.bench.config import LoadConfig, ReportConfig, TargetConfig, WorkloadConfig
 from whalepod.tools.bench.decode import DecodeConfig
 from whalepod.tools.bench.ep import EpConfig
+from whalepod.tools.bench.peers import PeersConfig
 from whalepod.tools.bench.prefill import PrefillConfig
-from whalepod.tools.bench.ranks import RanksConfig
+from whalepod.tools.bench.quality_config import QualityConfig
 from whalepod.tools.client import ClientError
 from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
 from whalepod.tools.doctor import DoctorConfig
@@ -50,6 +49,7 @@ GROUPS: dict[type | str, str] = {
     SchedulerConfig: "Scheduler",
     SpeculationConfig: "Speculation",
     ParallelConfig: "Parallel",
+    NodesConfig: "Machines",
     GatewayConfig: "Server",
     **dict.fromkeys(("api_key", "api_key_file", "cors_allow_origin"), "Access"),
     **dict.fromkeys(("admin_port", "admin_host", "admin_key"), "Access"),
@@ -65,18 +65,21 @@ GROUPS: dict[type | str, str] = {
     ReportConfig: "Report",
     DecodeConfig: "Measurement",
     EpConfig: "Measurement",
+    PeersConfig: "Measurement",
     PrefillConfig: "Measurement",
+    QualityConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
     ServeOptions: "Command line",
     CheckOptions: "Command line",
 }
 CLIENT_ENV = ("url", "api_key")
-SERVE_CONFIGS = (EngineConfig, GatewayConfig, ServeOptions)
+SERVE_CONFIGS = (EngineConfig, GatewayConfig, NodesConfig, ServeOptions)
 
 COMMANDS = frozenset(
     [
         "serve",
+        "worker",
         "config",
         "check",
         "flags",
@@ -117,7 +120,9 @@ class ReplayConfig:
     file: Annotated[Path, "log written by `whalepod serve --record FILE`"]
 
 
-def serve(engine: EngineConfig, gateway: GatewayConfig, options: ServeOptions) -> int:
+def serve(
+    engine: EngineConfig, gateway: GatewayConfig, nodes: NodesConfig, options: ServeOptions
+) -> int:
     """Serve a model behind an OpenAI-compatible API.
 
     MODEL is a checkpoint folder in Hugging Face layout, a preset or a Hugging Face id; without
@@ -125,9 +130,32 @@ def serve(engine: EngineConfig, gateway: GatewayConfig, options: ServeOptions) -
     (--max-model-len: WHALEPOD_MAX_MODEL_LEN) and by a key of the --config file; the command line
     wins, then the environment, then the file. Numbers may be written 25.6k, 512M or 2G.
     """
-    from whalepod.tools.serve import serve as run
+    from whalepod.tools.serve import serve as run, work
 
-    return run(engine, gateway)
+    plan = plan_of(engine, nodes)
+    return run(engine, gateway, plan) if plan is None or plan.is_leader else work(engine, plan)
+
+
+def worker(engine: EngineConfig, nodes: NodesConfig, options: ServeOptions) -> int:
+    """Run this machine's ranks of a model that machine 0 serves.
+
+    Takes the flags of `whalepod serve` on machine 0, the same ones, and --node-rank. Under
+    torchrun or in a LeaderWorkerSet the environment says the rest.
+    """
+    from whalepod.tools.serve import work
+
+    plan = plan_of(engine, nodes)
+    if plan is None or plan.is_leader:
+        raise UsageError(
+            "a worker is one of several machines, and not the first: give --num-nodes and "
+            "--node-rank 1 or higher, or start it by torchrun or a LeaderWorkerSet"
+        )
+    return work(engine, plan)
+
+
+def plan_of(engine: EngineConfig, nodes: NodesConfig) -> NodePlan | None:
+    """Return this machine's part in a group of several; None: it serves alone."""
+    return plan_nodes(nodes, engine.parallel.expert_parallel_size, os.environ)
 
 
 def list_flags(options: FlagsOptions) -> int:
@@ -150,47 +178,6 @@ def serve_flags() -> dict[str, Flag]:
     return flags
 
 
-def bench_serve(config: BenchServeConfig) -> int:
-    """Load a running OpenAI-compatible server and measure it.
-
-    Closed loop with --concurrency (a list runs one after the other), open loop with
-    --request-rate, or the arrivals of a --trace.
-    """
-    from whalepod.tools.bench.run import bench_serve as run
-
-    return run(config)
-
-
-def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
-    """Measure in this process what speculation brings: rates, tokens per forward, acceptance.
-
-    MODEL answers the same prompts with 0 to 4 drafts and with the adaptive depth, in turns.
-    """
-    from whalepod.tools.bench.decode import bench_decode as run
-
-    return run(engine, config)
-
-
-def bench_ep(config: EpConfig) -> int:
-    """Measure dispatch and combine between ranks of this machine, beside a copy of the same bytes.
-
-    Send and receive phases apart, bytes on the wire, GB/s, and the limit of this run.
-    """
-    from whalepod.tools.bench.ep import bench_ep as run
-
-    return run(config)
-
-
-def bench_ranks(engine: EngineConfig, config: RanksConfig) -> int:
-    """Measure decoding with --expert-parallel-size beside one engine with all threads.
-
-    MODEL is loaded by both, and both answer the same prompts in turns. No server is needed.
-    """
-    from whalepod.tools.bench.ranks import bench_ranks as run
-
-    return run(engine, config)
-
-
 def synth(config: SynthConfig) -> int:
     """Write a checkpoint with random weights, to test and to measure with."""
     from whalepod.tools.synth import main as run
@@ -211,16 +198,6 @@ def doctor(config: DoctorConfig) -> int:
     from whalepod.tools.doctor import doctor as run
 
     return run(config)
-
-
-def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:
-    """Measure how fast prompts are computed, against the limits of this machine.
-
-    MODEL is a checkpoint folder, a preset or a Hugging Face id. No server is needed.
-    """
-    from whalepod.tools.bench.prefill import bench_prefill as run
-
-    return run(engine, config)
 
 
 def chat(config: ChatConfig) -> int:
@@ -286,43 +263,18 @@ def make_app() -> App:
         groups=GROUPS,
         positional=("model",),
     )
+    add_command(
+        app,
+        worker,
+        EngineConfig,
+        NodesConfig,
+        ServeOptions,
+        name="worker",
+        groups=GROUPS,
+        positional=("model",),
+    )
     _add_configuration_commands(app, sources)
-    bench = App(name="bench", help="Measure a server.", help_format="plaintext")
-    app.command(bench)
-    add_command(
-        bench, bench_serve, BenchServeConfig, name="serve", groups=GROUPS, env_fields=CLIENT_ENV
-    )
-    add_command(
-        bench,
-        bench_decode,
-        EngineConfig,
-        DecodeConfig,
-        name="decode",
-        groups=GROUPS,
-        positional=("model",),
-        env_fields=(),
-    )
-    add_command(bench, bench_ep, EpConfig, name="ep", groups=GROUPS, env_fields=())
-    add_command(
-        bench,
-        bench_ranks,
-        EngineConfig,
-        RanksConfig,
-        name="ranks",
-        groups=GROUPS,
-        positional=("model",),
-        env_fields=(),
-    )
-    add_command(
-        bench,
-        bench_prefill,
-        EngineConfig,
-        PrefillConfig,
-        name="prefill",
-        groups=GROUPS,
-        positional=("model",),
-        env_fields=(),
-    )
+    add_bench_commands(app, GROUPS, CLIENT_ENV)
     add_command(app, chat, ChatConfig, name="chat", groups=GROUPS, env_fields=CLIENT_ENV)
     add_command(
         app,
@@ -344,7 +296,11 @@ def _add_configuration_commands(app: App, sources: Sources) -> None:
     """Add `config check`, `flags` and `completion`."""
 
     def config_check(
-        engine: EngineConfig, gateway: GatewayConfig, options: ServeOptions, how: CheckOptions
+        engine: EngineConfig,
+        gateway: GatewayConfig,
+        nodes: NodesConfig,
+        options: ServeOptions,
+        how: CheckOptions,
     ) -> int:
         """Check what `whalepod serve` would get, and say where each value comes from.
 
@@ -353,7 +309,7 @@ def _add_configuration_commands(app: App, sources: Sources) -> None:
         """
         from whalepod.tools.config_check import check as run
 
-        return run(serve_flags(), (engine, gateway, options), sources, how)
+        return run(serve_flags(), (engine, gateway, nodes, options), sources, how)
 
     def completion(config: CompletionConfig) -> int:
         """Print a script that completes commands and flags.
@@ -396,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, CycloptsError) as error:
         message, code = f"{_sentence(error)} (see `{_command(words)} --help`)", 2
         cause: Exception = error
-    except (StartupError, ClientError, OSError, ValueError, RuntimeError) as error:
+    except (StartupError, GroupLost, ClientError, OSError, ValueError, RuntimeError) as error:
         message, code, cause = _sentence(error), 1, error
     except KeyboardInterrupt:
         return 130

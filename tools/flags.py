@@ -27,7 +27,12 @@ ENV_PREFIX = "WHALEPOD_"
 UNIT_SUFFIXES = ("_bytes", "_s")
 """Units that a field name carries and its flag does not: `--kv-cache-memory 2G`."""
 CHOICE_ALIASES = {"float32": "fp32", "bfloat16": "bf16"}
-FLAG_ALIASES = {"expert-parallel-size": "ep"}
+FLAG_ALIASES = {
+    "expert-parallel-size": "ep",
+    "all2all-backend": "ep-transport",
+    "num-nodes": "nnodes",
+    "master-address": "master-addr",
+}
 """Short names of flags."""
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SCALES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

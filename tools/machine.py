@@ -163,12 +163,10 @@ def _version(name: str) -> str | None:
 
 
 def _num_compiled_kernels() -> int:
-    """Count numba's cached functions: beside the sources, or where NUMBA_CACHE_DIR says."""
-    import whalepod
+    """Count the compiled functions that a server finds at its next start."""
+    from whalepod.models.source import compiled_code_folder
 
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    folder = Path(chosen) if chosen else Path(whalepod.__file__).parent / "kernels"
-    return sum(1 for _ in folder.rglob("*.nbi"))
+    return sum(1 for _ in compiled_code_folder().rglob("*.nbi"))
 
 
 def _cpuinfo_value(cpuinfo: str, key: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +15,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import whalepod
 from whalepod.server.config import EngineConfig, GatewayConfig
-from whalepod.server.errors import StartupError
+from whalepod.server.errors import GroupLost, StartupError
 
 if TYPE_CHECKING:
     from whalepod.server.cluster.launch import RankGroup
+    from whalepod.server.cluster.leader import Leader
+    from whalepod.server.cluster.nodes import NodePlan
     from whalepod.server.gateway.tokenizer import TextTokenizer
     from whalepod.server.launch import EngineProcess
     from whalepod.server.messages import EngineInfo
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+END_POLL_S = 0.2
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -29,42 +35,91 @@ class ServeOptions:
     config: Annotated[Path | None, "TOML file whose keys are these flags' names"] = None
 
 
-def serve(engine: EngineConfig, gateway: GatewayConfig) -> int:
-    """Start both processes and serve until a signal. Raises StartupError, one sentence."""
-    from whalepod.models.source import SourceError, resolve_model
+def serve(engine: EngineConfig, gateway: GatewayConfig, plan: NodePlan | None = None) -> int:
+    """Start both processes and serve until a signal. Raises StartupError, one sentence.
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the report below says it all
+    plan  this machine's part, if several serve together; then raises GroupLost, too
+    """
+    _begin()
     gateway = claim_port(gateway)
-    source = engine.source
-    _note(f"loading {source.model} ...")
-    try:
-        folder = resolve_model(
-            source.model, source.revision, with_weights=source.load_format != "dummy"
-        )
-    except SourceError as error:
-        raise StartupError(str(error)) from error
+    _note(f"loading {engine.source.model} ...")
+    folder = find_model(engine)
     family = parsers_of(gateway, folder)
     gateway = replace(
-        gateway, served_model_name=gateway.served_model_name or (model_name(source.model),)
+        gateway,
+        served_model_name=gateway.served_model_name or (model_name(engine.source.model),),
     )
     # the gateway's imports and tokenizer take as long as a small model: load both at once
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(_load_tokenizer, folder, gateway.chat_template)
-        with _new_process(engine) as process:
-            print(start_report(gateway, process.info, family))
+        with _new_engine(engine, plan, folder) as process:
+            print(start_report(gateway, process.info, family, plan))
             _warn_if_open(gateway)
             sys.stdout.flush()
             _run_gateway(gateway, process, tokenizer.result(), folder)
+            if (reason := _why_ended(process)) is not None:
+                raise GroupLost(reason)
     return 0
 
 
-def _new_process(engine: EngineConfig) -> EngineProcess | RankGroup:
+def work(engine: EngineConfig, plan: NodePlan) -> int:
+    """Start this machine's ranks for the gateway of machine 0, and stay until it ends.
+
+    Raises StartupError and GroupLost, one sentence.
+    """
+    from whalepod.server.cluster.worker import run_worker
+
+    _begin()
+    stop = threading.Event()
+
+    def tell(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, tell)
+    _note(f"worker: ranks {list(plan.ranks)} of {plan.num_ranks} ({plan.source})")
+    run_worker(engine, plan, find_model(engine), stop)
+    return 0
+
+
+def _begin() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the report below says it all
+
+
+def find_model(engine: EngineConfig) -> Path:
+    """Return the checkpoint's folder. Raises StartupError."""
+    from whalepod.models.source import SourceError, resolve_model
+
+    source = engine.source
+    try:
+        return resolve_model(
+            source.model, source.revision, with_weights=source.load_format != "dummy"
+        )
+    except SourceError as error:
+        raise StartupError(str(error)) from error
+
+
+def _new_engine(
+    engine: EngineConfig, plan: NodePlan | None, folder: Path
+) -> EngineProcess | RankGroup | Leader:
     """Return the one engine, or the ranks, that serve; not started yet."""
     from whalepod.server.cluster.launch import RankGroup
     from whalepod.server.launch import EngineProcess
 
+    if plan is not None:
+        from whalepod.server.cluster.leader import Leader  # brings torch with it
+
+        return Leader(engine, plan, folder)
     return EngineProcess(engine) if engine.parallel.expert_parallel_size == 1 else RankGroup(engine)
+
+
+def _why_ended(process: EngineProcess | RankGroup | Leader) -> str | None:
+    """Say why there is nobody left to serve: only ranks of several machines end together."""
+    end = getattr(process, "end", None)
+    return end.reason if end is not None and end.code else None
 
 
 def claim_port(gateway: GatewayConfig) -> GatewayConfig:
@@ -110,10 +165,13 @@ def parsers_of(gateway: GatewayConfig, folder: Path) -> str | None:
     return None if template is None else "none (answers are plain text)"
 
 
-def start_report(gateway: GatewayConfig, info: EngineInfo, family: str | None) -> str:
+def start_report(
+    gateway: GatewayConfig, info: EngineInfo, family: str | None, plan: NodePlan | None = None
+) -> str:
     """Say on one screen what is served, how much fits, and how to try it.
 
     family  who parses chats, for people; None: the model has no chat template
+    plan    of the machines, if there are several
     """
     name = gateway.served_model_name[0]
     num_tokens = info.num_blocks * info.block_tokens
@@ -121,6 +179,7 @@ def start_report(gateway: GatewayConfig, info: EngineInfo, family: str | None) -
     rows = {
         "model": f"{name} ({info.model_type}), {info.dtype}, {_size(info.weights_bytes)}",
         "kernels": info.kernels,
+        "ranks": _ranks(info, plan),
         "KV cache": f"{info.num_blocks:,} blocks of {info.block_tokens} = {num_tokens:,} tokens, "
         f"{_size(num_tokens * info.kv_bytes_per_token)}",
         "at once": f"{info.max_num_seqs} requests; the cache holds {fitting:.1f} of "
@@ -134,8 +193,16 @@ def start_report(gateway: GatewayConfig, info: EngineInfo, family: str | None) -
     if gateway.admin_port:
         rows["admin"] = f"http://{gateway.admin_host}:{gateway.admin_port}"
     lines = [f"whalepod {whalepod.__version__}"]
-    lines += [f"  {title:<9} {text}" for title, text in rows.items()]
+    lines += [f"  {title:<9} {text}" for title, text in rows.items() if text]
     return "\n".join([*lines, "", "Try:", example(gateway, name, family is not None), ""])
+
+
+def _ranks(info: EngineInfo, plan: NodePlan | None) -> str:
+    """Say what carries rows between how many ranks; nothing where there is one."""
+    if info.num_ranks == 1:
+        return ""
+    text = f"{info.num_ranks} over {info.transport}"
+    return text if plan is None else f"{text}, on {plan.num_nodes} machines ({plan.source})"
 
 
 def example(gateway: GatewayConfig, name: str, has_chat_template: bool) -> str:
@@ -166,7 +233,7 @@ def _load_tokenizer(folder: Path, chat_template: str | None) -> TextTokenizer:
 
 def _run_gateway(
     gateway: GatewayConfig,
-    process: EngineProcess | RankGroup,
+    process: EngineProcess | RankGroup | Leader,
     tokenizer: TextTokenizer,
     folder: Path,
 ) -> None:
@@ -177,11 +244,29 @@ def _run_gateway(
 
     async def run() -> None:
         async with process.channel() as upstream:
-            await serve_http(
-                gateway, upstream, tokenizer, default_params=read_default_params(folder)
-            )
+            told_to_stop = asyncio.Event()
+            watch = asyncio.create_task(_tell_to_stop(process, told_to_stop))
+            try:
+                await serve_http(
+                    gateway,
+                    upstream,
+                    tokenizer,
+                    default_params=read_default_params(folder),
+                    told_to_stop=told_to_stop,
+                )
+            finally:
+                watch.cancel()
 
     uvloop.run(run())
+
+
+async def _tell_to_stop(
+    process: EngineProcess | RankGroup | Leader, told_to_stop: asyncio.Event
+) -> None:
+    """Let the gateway stop when another machine asks for it, or when the ranks have ended."""
+    while not getattr(process, "is_told_to_stop", False):
+        await asyncio.sleep(END_POLL_S)
+    told_to_stop.set()
 
 
 def _warn_if_open(gateway: GatewayConfig) -> None:

@@ -328,6 +328,8 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
         ("seed", 0),
         ("learning_rate", 2e-3),
         ("minutes_per_snapshot", 5.0),
+        ("decay_share", 0.5),
+        ("mtp_start", 0.5),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--resume", action="store_true", help="go on from OUT/state.safetensors")

@@ -73,7 +73,10 @@ class _Sends:
 
 
 class GlooTransport:
-    """One rank of a gloo group."""
+    """One rank of a gloo group.
+
+    on_arrival  called by a receiving thread when a peer has set a signal word
+    """
 
     def __init__(
         self,
@@ -82,8 +85,10 @@ class GlooTransport:
         *,
         ranks_per_node: int | None = None,
         patience_ms: float = 5_000.0,
+        on_arrival: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = group.rank()
+        self._on_arrival = on_arrival
         self.topology = Topology(group.size(), ranks_per_node or group.size())
         self.heap = torch.zeros(8 * -(-heap_bytes // 8), dtype=torch.uint8)
         self._group = group
@@ -217,6 +222,7 @@ class GlooTransport:
                     return
                 if kind == _Kind.SIGNAL:
                     self._set_word(offset, value)
+                    self._on_arrival()
                 else:
                     self._group.recv([self.heap[offset : offset + value]], peer, 0).wait()
         except RuntimeError:  # the connection broke: the peer is dead, and waits will say so

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from whalepod.kernels.cpu import (
     attention,
     dense,
     elementwise,
+    expanded,
     experts,
     gate,
     noise,
@@ -39,7 +41,7 @@ MODEL_REGIONS = (
 )
 """Compiled for the model dtype."""
 
-F32_REGIONS = (noise.GUMBEL_NOISE, packing.PACK)
+F32_REGIONS = (noise.GUMBEL_NOISE, noise.DRAW, packing.PACK)
 """Compiled for f32 whatever the model dtype."""
 
 MIN_TILE_ROWS = 4
@@ -54,17 +56,25 @@ class CpuKernels:
     """`Kernels` on a CPU. See `whalepod.kernels.interface` for every contract.
 
     is_invariant  a row's bits depend on the row alone, whatever the batch, the chunks, the threads
+    code_folder   keeps compiled code for the next process; None: where numba would
     """
 
     packed_layout: str | None = "panels-1"
     REGIONS: tuple[Region, ...] = MODEL_REGIONS
 
-    def __init__(self, *, num_threads: int | None = None, is_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_threads: int | None = None,
+        is_invariant: bool = False,
+        code_folder: Path | None = None,
+    ) -> None:
         self.name = "cpu, batch-invariant" if is_invariant else "cpu"
         self._is_invariant = is_invariant
-        self._team = Team(num_threads or torch.get_num_threads())
+        self._team = Team(num_threads or torch.get_num_threads(), code_folder)
+        self._has_tiles = can_use_tiles()
         # Tiles add in another order: a row's bits would depend on how many rows are beside it.
-        self._tile_rows = MIN_TILE_ROWS if not is_invariant and can_use_tiles() else _NEVER
+        self._tile_rows = MIN_TILE_ROWS if not is_invariant and self._has_tiles else _NEVER
         self._packer = Packer(self._team)
         self._programs = programs.Programs(self._team)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -73,6 +83,8 @@ class CpuKernels:
         """Compile all regions for a model dtype; `progress(done, all)` is called along the way."""
         regions = {(region, dtype): None for region in self.REGIONS}
         regions |= {(region, torch.float32): None for region in F32_REGIONS}
+        if self._has_tiles and dtype == torch.bfloat16:
+            regions[expanded.EXPANDED, dtype] = None
         self._team.compile(list(regions), progress)
 
     def _run(self, region: Region, dtype: torch.dtype, num_items: int, *arguments: object) -> None:
@@ -243,26 +255,36 @@ class CpuKernels:
         num_requests, table_width = block_tables_BM.shape
         out_TNR = self._new((num_tokens, num_heads, latent_rank), q_TNC.dtype)
         lse_TN = self._new((num_tokens, num_heads), torch.float32)
+        num_threads = self._team.num_threads
+        uses_tiles = self._uses_tiles(q_TNC.dtype, width, latent_rank)
+        is_split = num_tokens < 4 * num_threads and num_tokens * num_threads > 1
         heads_per_item, num_chunks = attention.MAX_HEADS_PER_ITEM, 0
-        if num_tokens < 4 * self._team.num_threads:
-            heads_per_item //= 2
+        if is_split:
             num_chunks = -(-table_width * BLOCK_TOKENS // attention.CHUNK_TOKENS)
-        num_items = num_tokens * -(-num_heads // heads_per_item) * max(num_chunks, 1)
+            if not uses_tiles:
+                heads_per_item //= 2
+        per_chunk = num_tokens * -(-num_heads // heads_per_item)
         num_partial = num_tokens * num_heads * num_chunks
-        num_own = 2 * heads_per_item * (attention.CHUNK_TOKENS + latent_rank + 2)
-        scratch = self._borrow(
-            4 * (num_partial * (latent_rank + 2) + num_own * self._team.num_threads)
-        )
-        stats = scratch + 4 * num_partial * latent_rank
+        before_o = 8 * heads_per_item * attention.CHUNK_TOKENS
+        if uses_tiles:
+            before_o = attention.tile_scratch_bytes(width)
+        num_own = aligned(before_o + 8 * heads_per_item * (latent_rank + 2))
+        partial = aligned(4 * num_partial * (latent_rank + 2))
+        scratch = self._borrow(partial + num_own * num_threads)
         self._run(
-            attention.ATTENTION, q_TNC.dtype, num_items, num_tokens, num_heads, width,
-            latent_rank, num_requests, table_width, num_chunks, first_key, heads_per_item,
-            q_TNC.data_ptr(), q_TNC.stride(0), q_TNC.stride(1), cache_PBC.data_ptr(),
-            query_start_B1.data_ptr(), context_lens_B.data_ptr(), block_tables_BM.data_ptr(),
-            out_TNR.data_ptr(), lse_TN.data_ptr(), scratch, stats, stats + 8 * num_partial,
-            softmax_scale,
+            attention.ATTENTION, q_TNC.dtype, per_chunk * max(num_chunks, 1), num_tokens,
+            num_heads, width, latent_rank, num_requests, table_width, num_chunks, first_key,
+            heads_per_item, q_TNC.data_ptr(), q_TNC.stride(0), q_TNC.stride(1),
+            cache_PBC.data_ptr(), query_start_B1.data_ptr(), context_lens_B.data_ptr(),
+            block_tables_BM.data_ptr(), out_TNR.data_ptr(), lse_TN.data_ptr(), scratch,
+            scratch + 4 * num_partial * latent_rank, scratch + partial, num_own, before_o,
+            uses_tiles, softmax_scale,
         )  # fmt: skip
         return out_TNR, lse_TN
+
+    def _uses_tiles(self, dtype: torch.dtype, key_width: int, value_width: int) -> bool:
+        is_fit = attention.fits_tiles(key_width, value_width)
+        return self._has_tiles and dtype == torch.bfloat16 and is_fit
 
     def mla_prefill(
         self, q_TND: Tensor, k_SND: Tensor, v_SNE: Tensor, softmax_scale: float
@@ -272,6 +294,8 @@ class CpuKernels:
                 "batch-invariant kernels attend absorbed only: expanded attention sums in another "
                 "order (set absorbed_max_query_tokens to at least max_num_batched_tokens)"
             )
+        if self._uses_tiles(q_TND.dtype, q_TND.shape[2], v_SNE.shape[2]):
+            return self._mla_prefill_by_tiles(q_TND, k_SND, v_SNE, softmax_scale)
         # Values as wide as the keys reach torch's flash kernel: 5 to 8 times faster than without.
         num_queries, num_keys = q_TND.shape[0], k_SND.shape[0]
         padding = q_TND.shape[2] - v_SNE.shape[2]
@@ -285,6 +309,23 @@ class CpuKernels:
             q, k, v, mask, is_causal=mask is None, scale=softmax_scale
         )
         return o[0, :, :, : v_SNE.shape[2]].transpose(0, 1).contiguous()
+
+    def _mla_prefill_by_tiles(
+        self, q_TND: Tensor, k_SND: Tensor, v_SNE: Tensor, softmax_scale: float
+    ) -> Tensor:
+        num_queries, num_heads, width = q_TND.shape
+        num_keys, value_width = k_SND.shape[0], v_SNE.shape[2]
+        out_TNE = self._new((num_queries, num_heads, value_width), q_TND.dtype)
+        num_rows = num_heads * -(-num_keys // BLOCK_TOKENS) * BLOCK_TOKENS
+        values, own = 2 * num_rows * width, 2 * num_rows * (width + value_width)
+        num_own = aligned(expanded.scratch_bytes(width, value_width))
+        scratch = self._borrow(own + num_own * self._team.num_threads)
+        self._run(
+            expanded.EXPANDED, q_TND.dtype, self._team.num_threads, num_queries, num_keys,
+            num_heads, width, value_width, q_TND.data_ptr(), k_SND.data_ptr(), v_SNE.data_ptr(),
+            out_TNE.data_ptr(), scratch, scratch + values, scratch + own, num_own, softmax_scale,
+        )  # fmt: skip
+        return out_TNE
 
     # -- mixture of experts --------------------------------------------------------------------
 
@@ -403,6 +444,21 @@ class CpuKernels:
             seeds_B.data_ptr(), positions_B.data_ptr(), out_BV.data_ptr(),
         )  # fmt: skip
         return out_BV
+
+    def draw(
+        self,
+        logits_BV: Tensor,
+        temperatures_B: Tensor,
+        seeds_B: Tensor,
+        positions_B: Tensor,
+        out_B: Tensor,
+    ) -> None:
+        num_rows, num_tokens = logits_BV.shape
+        self._run(
+            noise.DRAW, torch.float32, num_rows, num_rows, num_tokens, logits_BV.data_ptr(),
+            temperatures_B.data_ptr(), seeds_B.data_ptr(), positions_B.data_ptr(),
+            self._borrow(4 * num_rows * num_tokens), out_B.data_ptr(),
+        )  # fmt: skip
 
     def _borrow(self, num_bytes: int) -> int:
         """Return the address of scratch memory, valid until the next operation."""

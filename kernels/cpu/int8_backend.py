@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,16 @@ class Int8CpuKernels(CpuKernels):
         int8_regions.EXPERTS_INT8,
     )  # fmt: skip
 
-    def __init__(self, *, num_threads: int | None = None, is_invariant: bool = False) -> None:
-        super().__init__(num_threads=num_threads, is_invariant=is_invariant)
+    def __init__(
+        self,
+        *,
+        num_threads: int | None = None,
+        is_invariant: bool = False,
+        code_folder: Path | None = None,
+    ) -> None:
+        super().__init__(
+            num_threads=num_threads, is_invariant=is_invariant, code_folder=code_folder
+        )
         self.name = f"{self.name}, int8"
 
     # -- packing -------------------------------------------------------------------------------

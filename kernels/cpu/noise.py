@@ -1,4 +1,4 @@
-"""The sampler's noise, -log(-log u), eight tokens at a time."""
+"""The sampler's noise, -log(-log u), eight tokens at a time, and draws with it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from whalepod.kernels.cpu.regions import Region, argument, take
 from whalepod.kernels.cpu.simd import (
     F32,
     F32_POINTER,
+    I32,
     I64,
     advance,
     f32_pointer,
@@ -20,8 +21,9 @@ from whalepod.kernels.cpu.simd import (
     intrinsic,
     load,
     offset,
+    store,
 )
-from whalepod.kernels.cpu.vectors import over_vectors, splat, store_vector
+from whalepod.kernels.cpu.vectors import load_vector, over_vectors, splat, store_vector
 
 TOKENS_PER_ITEM = 4096
 """Vocabulary entries that a thread takes at once."""
@@ -124,3 +126,66 @@ def _gumbel_region(block):
 
 
 GUMBEL_NOISE = Region(_gumbel_region, "5q")
+
+
+@intrinsic
+def _argmax(typingctx, x, count):
+    """Return the index of the first largest of `count` f32; NaN is never the largest."""
+
+    def codegen(context, builder, signature, args):
+        source, size = args
+        lanes = 16
+        floats, integers = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
+        lowest = ir.Constant(floats, [float("-inf")] * lanes)
+        best = cgutils.alloca_once_value(builder, lowest)
+        where = cgutils.alloca_once_value(builder, ir.Constant(integers, [0] * lanes))
+        numbers = ir.Constant(integers, list(range(lanes)))
+
+        def step(i: Any, mask: Any) -> None:
+            values = load_vector(builder, offset(builder, source, i), floats, mask)
+            if mask is not None:
+                values = builder.select(mask, values, lowest)
+            at = builder.add(splat(builder, builder.trunc(i, I32), lanes), numbers)
+            is_more = builder.fcmp_ordered(">", values, builder.load(best))
+            builder.store(builder.select(is_more, values, builder.load(best)), best)
+            builder.store(builder.select(is_more, at, builder.load(where)), where)
+
+        over_vectors(builder, size, lanes, step)
+        values, places = builder.load(best), builder.load(where)
+        value, place = (builder.extract_element(v, I32(0)) for v in (values, places))
+        for lane in range(1, lanes):
+            other, at = (builder.extract_element(v, I32(lane)) for v in (values, places))
+            is_tie = builder.fcmp_ordered("==", other, value)
+            is_first = builder.and_(is_tie, builder.icmp_signed("<", at, place))
+            is_better = builder.or_(builder.fcmp_ordered(">", other, value), is_first)
+            value = builder.select(is_better, other, value)
+            place = builder.select(is_better, at, place)
+        return builder.sext(place, I64)
+
+    return types.int64(F32_POINTER, types.int64), codegen
+
+
+def _draw_region(block):
+    """Arguments: B, V, logits, temperatures, seeds, positions, scratch f32 [B, V], out."""
+    num_rows, num_tokens = argument(block, 0), argument(block, 1)
+    logits, temperatures = f32_pointer(argument(block, 2)), f32_pointer(argument(block, 3))
+    seeds, positions = i64_pointer(argument(block, 4)), i64_pointer(argument(block, 5))
+    scratch, out = f32_pointer(argument(block, 6)), i64_pointer(argument(block, 7))
+    while True:
+        row = take(block, 0)
+        if row >= num_rows:
+            return
+        temperature, x = load(temperatures, row), advance(logits, row * num_tokens)
+        if temperature > np.float32(0.0):
+            noisy = advance(scratch, row * num_tokens)
+            start = np.uint64(load(seeds, row)) * np.uint64(0x9E3779B97F4A7C15)
+            start += np.uint64(load(positions, row)) * np.uint64(0xC2B2AE3D27D4EB4F)
+            _fill_noise(start, 0, num_tokens, noisy)
+            for i in range(num_tokens):
+                store(noisy, i, load(x, i) / temperature + load(noisy, i))
+            store(out, row, _argmax(noisy, num_tokens))
+        else:
+            store(out, row, _argmax(x, num_tokens))
+
+
+DRAW = Region(_draw_region, "8q")

@@ -34,9 +34,10 @@ from whalepod.kernels.cpu.regions import (
 )
 from whalepod.kernels.cpu.simd import i64_pointer, load, store
 
-MAX_PROGRAMS = 16
-
-MAX_REMEMBERED = 256
+MAX_PROGRAMS = 512
+MAX_REMEMBERED = 1024
+"""Shapes of steps are many: a batch that drains, times the drafts of each step."""
+SMALLEST_PIECE_BYTES = 4096
 
 
 def _program_region(block):
@@ -111,31 +112,31 @@ class Program:
 
 
 class Arena:
-    """The memory between the regions of a program: what nobody holds any more is given out again.
+    """The memory between the regions of programs: what nobody holds any more is given out again.
 
     A region that is repeated finds its memory as it was when it was recorded, because all regions
-    before it are repeated, too.
+    before it are repeated, too. So one arena serves all programs: one runs at a time.
     """
 
     def __init__(self) -> None:
-        self._pieces: list[NDArray[np.uint8]] = []
+        self._pieces: dict[int, list[NDArray[np.uint8]]] = {}
+        """By size, which is a power of two, so that steps of other shapes find pieces, too."""
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(self._piece(num_bytes)).view(dtype).view(*shape)
+        piece = self._piece(max(1 << (num_bytes - 1).bit_length(), SMALLEST_PIECE_BYTES))
+        start = -piece.ctypes.data % 64
+        return torch.from_numpy(piece[start : start + num_bytes]).view(dtype).view(*shape)
 
-    def _piece(self, num_bytes: int) -> NDArray[np.uint8]:
-        for index in range(len(self._pieces)):
+    def _piece(self, size_bytes: int) -> NDArray[np.uint8]:
+        pieces = self._pieces.setdefault(size_bytes, [])
+        for index in range(len(pieces)):
             # a tensor, or a view of one, holds its piece
-            if _count_holders(self._pieces, index) > _ONLY_THE_LIST:
-                continue
-            if len(self._pieces[index]) == num_bytes:
-                return self._pieces[index]
-        memory = np.empty(num_bytes + 64, dtype=np.uint8)
-        start = -memory.ctypes.data % 64
-        self._pieces.append(memory[start : start + num_bytes])
-        return self._pieces[-1]
+            if _count_holders(pieces, index) == _ONLY_THE_LIST:
+                return pieces[index]
+        pieces.append(np.empty(size_bytes + 64, dtype=np.uint8))
+        return pieces[-1]
 
 
 def _count_holders(pieces: list[NDArray[np.uint8]], index: int) -> int:
@@ -190,11 +191,13 @@ class Programs:
 
     def run(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         """Run the program of a key; record it when the key comes for the second time."""
+        if self.is_recording:  # a part of what is recorded; its own program would use its memory
+            return compute()
         program = self._programs.get(key)
         if program is not None:
             self._programs.move_to_end(key)
             return program.run(self._team, dtype).clone()
-        if key not in self._seen or self.is_recording:
+        if key not in self._seen:
             self._seen[key] = None
             if len(self._seen) > MAX_REMEMBERED:
                 self._seen.popitem(last=False)
@@ -204,7 +207,6 @@ class Programs:
 
     def _record(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         recorded: list[Recorded] = []
-        self._arena = Arena()
         self._kept, self._team.recorded = [compute, self._arena], recorded
         try:
             result = compute()

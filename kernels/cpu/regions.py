@@ -16,7 +16,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +29,12 @@ import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.core.caching import FunctionCache
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    _CacheLocator,
+)
 from numba.core.ccallback import CFunc
 
 from whalepod.kernels.cpu import simd
@@ -53,15 +60,73 @@ class Region:
     arguments: str
 
 
-class _SourceCache(FunctionCache):
-    """Numba's cache of machine code, keyed by all sources of this folder.
+class _Place(_CacheLocator):
+    """Where numba's cache keeps the code of one function."""
+
+    def __init__(self, function: Callable[..., Any], folder: Path) -> None:
+        source = function.__code__.co_filename
+        self._folder = str(folder / self.get_suitable_cache_subpath(source))
+        self._line = function.__code__.co_firstlineno
+
+    def get_cache_path(self) -> str:
+        return self._folder
+
+    def get_source_stamp(self) -> str:
+        return _SOURCES
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _PlacedCode(CompileResultCacheImpl):
+    """What numba's cache keeps of a compiled function, in a folder of our choice."""
+
+    def __init__(self, function: Callable[..., Any], folder: Path) -> None:
+        self._locator = _Place(function, folder)  # numba's own constructor would look for one
+        name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+        self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
+
+
+class _CodeCache(FunctionCache):
+    """Numba's cache of machine code, stamped with all sources of this folder.
 
     Numba looks only at the file of the function itself, and would keep code that inlined an older
-    version of another file.
+    version of another file. It also keeps one index per function: of two processes that compile
+    it for two dtypes at once, each can leave the other's code under its own name. So there is an
+    index per function, signature and machine here; whoever writes it last writes the same.
     """
 
-    def _index_key(self, signature: Any, codegen: Any) -> Any:
-        return (*super()._index_key(signature, codegen), _SOURCES)
+    def __init__(self, function: Callable[..., Any], folder: Path | None) -> None:
+        """folder: None takes numba's choice, beside the sources or in NUMBA_CACHE_DIR."""
+        if folder is None:
+            super().__init__(function)
+            return
+        self._name, self._py_func = repr(function), function
+        self._impl = _PlacedCode(function, folder)
+        self._cache_path = self._impl.locator.get_cache_path()
+        self.enable()
+
+    def _load_overload(self, signature: Any, target_context: Any) -> Any:
+        self._choose_files(signature, target_context.codegen())
+        try:
+            return super()._load_overload(signature, target_context)
+        except OSError:  # saving says why
+            return None
+
+    def _save_overload(self, signature: Any, data: Any) -> None:
+        self._choose_files(signature, data.codegen)
+        try:
+            super()._save_overload(signature, data)
+        except OSError as error:
+            logger.warning(
+                "compiled kernels cannot be kept in %s (%s): each start compiles them again",
+                self._cache_path, error.strerror,
+            )  # fmt: skip
+
+    def _choose_files(self, signature: Any, codegen: Any) -> None:
+        key = repr(self._index_key(signature, codegen)).encode()
+        name = f"{self._impl.filename_base}-{hashlib.sha256(key).hexdigest()[:16]}"
+        self._cache_file = IndexDataCacheFile(self._cache_path, name, _SOURCES)
 
 
 def _digest_sources() -> str:
@@ -73,6 +138,8 @@ def _digest_sources() -> str:
 
 _SOURCES = _digest_sources()
 
+logger = logging.getLogger(__name__)
+
 
 Recorded: TypeAlias = tuple[int, bytes] | Callable[[], None]
 """One step of a program: a region's machine code and argument block, or a call of Python."""
@@ -81,7 +148,9 @@ Recorded: TypeAlias = tuple[int, bytes] | Callable[[], None]
 class Team:
     """Compiles regions and runs them on torch's threads. Safe to use from several threads."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, code_folder: Path | None = None) -> None:
+        """code_folder: keeps machine code for the next process; None: where numba would."""
+        self._code_folder = code_folder
         self._fork, self.count_threads_address = _find_openmp()
         self.num_threads = num_threads if self._fork else 1
         self._block = ctypes.create_string_buffer(BLOCK_BYTES + 64)
@@ -119,7 +188,7 @@ class Team:
     def _get(self, region: Region, dtype: torch.dtype) -> _Compiled:
         compiled = self._compiled.get((region, dtype))
         if compiled is None:
-            compiled = _compile_once(region, dtype)
+            compiled = _compile_once(region, dtype, self._code_folder)
             self._compiled[region, dtype] = compiled
         return compiled
 
@@ -127,8 +196,8 @@ class Team:
 class _RegionFunction(CFunc):
     """A C callback of a region, with the cache above."""
 
-    def enable_caching(self) -> None:
-        self._cache = _SourceCache(self.__wrapped__)
+    def keep_in(self, folder: Path | None) -> None:
+        self._cache = _CodeCache(self.__wrapped__, folder)
 
     def assembly(self) -> str:
         """Return the machine code as text; empty if it came from the cache."""
@@ -139,8 +208,10 @@ class _RegionFunction(CFunc):
 class _Compiled:
     """A region's machine code for one model dtype, and the layout of its argument block."""
 
-    def __init__(self, region: Region, dtype: torch.dtype) -> None:
-        self.function = compile_function(region, dtype, is_cached=True)  # owns the machine code
+    def __init__(self, region: Region, dtype: torch.dtype, code_folder: Path | None) -> None:
+        self.function = _new_function(region, dtype)  # owns the machine code
+        self.function.keep_in(code_folder)
+        self.function.compile()
         assert self.function.address is not None
         self.address: int = self.function.address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
@@ -148,19 +219,21 @@ class _Compiled:
 
 
 @functools.cache
-def _compile_once(region: Region, dtype: torch.dtype) -> _Compiled:
-    return _Compiled(region, dtype)
+def _compile_once(region: Region, dtype: torch.dtype, code_folder: Path | None) -> _Compiled:
+    return _Compiled(region, dtype, code_folder)
 
 
-def compile_function(region: Region, dtype: torch.dtype, *, is_cached: bool) -> _RegionFunction:
-    """Compile a region for a model dtype, or load it from numba's cache."""
-    pointer = simd.BF16_POINTER if dtype == torch.bfloat16 else simd.F32_POINTER
-    options = {"error_model": "numpy", "fastmath": {"contract"}}
-    function = _RegionFunction(region.body, ((pointer,), types.void), {}, options)
-    if is_cached:
-        function.enable_caching()
+def compile_afresh(region: Region, dtype: torch.dtype) -> _RegionFunction:
+    """Compile a region for a model dtype, whatever any cache holds."""
+    function = _new_function(region, dtype)
     function.compile()
     return function
+
+
+def _new_function(region: Region, dtype: torch.dtype) -> _RegionFunction:
+    pointer = simd.BF16_POINTER if dtype == torch.bfloat16 else simd.F32_POINTER
+    options = {"error_model": "numpy", "fastmath": {"contract"}}
+    return _RegionFunction(region.body, ((pointer,), types.void), {}, options)
 
 
 def _find_openmp() -> tuple[Any, int]:

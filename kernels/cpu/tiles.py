@@ -56,7 +56,10 @@ def can_use_tiles() -> bool:
     return HAS_TILES and bool(torch.cpu._init_amx())
 
 
-def _assemble(builder: Any, code: str, *operands: Any) -> None:
+def assemble(builder: Any, code: str, *operands: Any) -> None:
+    """Emit instructions that take integers and addresses as $0, $1, ...; none without tiles."""
+    if not HAS_TILES:
+        return
     kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
     constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
     builder.asm(kind, code, constraints, list(operands), side_effect=True)
@@ -73,7 +76,7 @@ def _configure(builder: Any, num_rows: Any) -> None:
         )
         rows = I8(16) if tile in _WEIGHTS else builder.trunc(num_rows, I8)
         builder.store(rows, offset(builder, start, I64(48 + tile)))
-    _assemble(builder, "ldtilecfg ($0)", start)
+    assemble(builder, "ldtilecfg ($0)", start)
 
 
 @intrinsic
@@ -88,6 +91,28 @@ def has_tiles(typingctx, w):
 
 
 @intrinsic
+def start_tiles(typingctx):
+    """Give all tiles 16 rows of 64 bytes, until `end_tiles` in the same function."""
+
+    def codegen(context, builder, signature, args):
+        _configure(builder, I64(16))
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def end_tiles(typingctx):
+    """Release the tiles."""
+
+    def codegen(context, builder, signature, args):
+        assemble(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def tile_product(typingctx, x, x_stride, num_rows, w, w_stride, length, sums):
     """Set sums[r, c] = sum_k x[r, k] w[c, k], `[rows, 64]` f32, of up to 16 rows and four groups.
 
@@ -98,19 +123,19 @@ def tile_product(typingctx, x, x_stride, num_rows, w, w_stride, length, sums):
         x_ptr, x_step, rows, w_ptr, w_step, length_value, out_ptr = args
         _configure(builder, rows)
         for tile in _SUMS:
-            _assemble(builder, f"tilezero %tmm{tile}")
+            assemble(builder, f"tilezero %tmm{tile}")
         row_bytes = builder.shl(x_step, I64(1))
         groups = [offset(builder, w_ptr, builder.mul(I64(g), w_step)) for g in range(_NUM_GROUPS)]
         with cgutils.for_range_slice(builder, I64(0), length_value, I64(_STEP), inc=True) as (k, _):
             at = builder.mul(k, I64(16))
-            _assemble(
+            assemble(
                 builder, _STEP_CODE, offset(builder, x_ptr, k), row_bytes,
                 *(offset(builder, group, at) for group in groups), I64(64),
             )  # fmt: skip
         for tile in _SUMS:
             target = offset(builder, out_ptr, I64(16 * tile))
-            _assemble(builder, f"tilestored %tmm{tile}, ($0,$1,1)", target, I64(4 * 64))
-        _assemble(builder, "tilerelease")
+            assemble(builder, f"tilestored %tmm{tile}, ($0,$1,1)", target, I64(4 * 64))
+        assemble(builder, "tilerelease")
         return context.get_dummy_value()
 
     signature = types.void(x, types.int64, types.int64, w, types.int64, types.int64, F32_POINTER)

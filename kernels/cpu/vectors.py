@@ -109,6 +109,42 @@ def dot_pairs(builder: Any, acc: Any, a: Any, b: Any) -> Any:
     return builder.call(function, [acc, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
 
 
+def shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+    """Return the chosen lanes of two vectors, those of the second counted on from the first's."""
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
+
+
+def _quarters(*lanes: int) -> list[int]:
+    return [4 * quarter + lane for quarter in range(4) for lane in lanes]
+
+
+def transpose(builder: Any, rows: list[Any]) -> list[Any]:
+    """Transpose 16 vectors of 16 values of 32 bits: 64 shuffles within and between quarters."""
+    low, high = _quarters(0, 16, 1, 17), _quarters(2, 18, 3, 19)
+    pairs = [
+        shuffle(builder, rows[2 * i], rows[2 * i + 1], lanes)
+        for i in range(8)
+        for lanes in (low, high)
+    ]
+    low, high = _quarters(0, 1, 16, 17), _quarters(2, 3, 18, 19)
+    fours = [
+        shuffle(builder, pairs[4 * i + half], pairs[4 * i + 2 + half], lanes)
+        for i in range(4)
+        for half in range(2)
+        for lanes in (low, high)
+    ]
+    even = [*range(4), *range(8, 12), *range(16, 20), *range(24, 28)]
+    odd = [lane + 4 for lane in even]
+    columns = [None] * 16
+    for j in range(4):
+        for first, lanes in enumerate((even, odd)):
+            x = shuffle(builder, fours[j], fours[4 + j], lanes)
+            y = shuffle(builder, fours[8 + j], fours[12 + j], lanes)
+            columns[4 * first + j] = shuffle(builder, x, y, even)
+            columns[4 * (first + 2) + j] = shuffle(builder, x, y, odd)
+    return columns
+
+
 def halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
     """Split <n x i32>, each a pair of bfloat16, into the even and the odd values as f32."""
     count = pairs.type.count

@@ -21,18 +21,23 @@ from whalepod.kernels.interface import Kernels
 from whalepod.models.config import ModelConfig
 from whalepod.mtp.depth import Depth
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.server.build import build_engine, choose_transport
+from whalepod.server.build import build_engine
 from whalepod.server.build_speculation import new_depth
 from whalepod.server.cluster.lockstep import Lockstep
-from whalepod.server.cluster.member import GroupMember, RemovedFromGroup, Watch
-from whalepod.server.cluster.membership import FolderStore
+from whalepod.server.cluster.member import GroupMember, Watch
+from whalepod.server.cluster.membership import FolderStore, MembershipStore
 from whalepod.server.cluster.progress import ProgressBoard
 from whalepod.server.cluster.rank import LockstepEngine
 from whalepod.server.cluster.record import record_bytes
-from whalepod.server.cluster.seat import Bells, RankConfig
+from whalepod.server.cluster.seat import Bells, Meeting, RankConfig
+from whalepod.server.cluster.store import GroupStore, connect
+from whalepod.server.cluster.store_membership import StoreMembership
+from whalepod.server.cluster.waiting import Waiting
 from whalepod.server.config import EngineConfig
-from whalepod.server.errors import StartupError
+from whalepod.server.errors import GroupLost, StartupError
+from whalepod.server.launch import START_TIMEOUT_S
 from whalepod.server.messages import EngineInfo, StepOutputs, ToEngine, ToGateway
+from whalepod.server.open_transport import open_transport
 
 RESERVED_OUTPUT_TOKENS = 256
 """What admission keeps room for on each rank of a group, unless told otherwise: a rank that has to
@@ -68,9 +73,10 @@ class RankBuilder:
         self._seat = config.seat
         self._config = _settle(config)
         folder = Path(config.seat.folder)
-        self._bells = Bells(config.seat.bell_descriptors, config.seat.rank)
+        self._bells = Bells(config.seat.bell_descriptors, config.seat.bell)
         self._board = ProgressBoard(folder, config.seat.num_ranks)
-        self._watch = Watch(FolderStore(folder), should_stop)
+        self._store = _connect(config.seat.meeting)
+        self._watch = Watch(self._memberships(folder), should_stop)
         self._note = wrap_note(self._write_progress)
         self._num_steps = 0
         self._comm: _Comm | None = None
@@ -112,7 +118,19 @@ class RankBuilder:
             max_num_drafts=max_depth,
             return_timeout_s=config.parallel.rank_return_timeout_s,
         )
-        return RankEngine(engine, member, self._bells, self._begin_step)
+        return RankEngine(
+            replace(core.info, transport=self._seat.transport),
+            engine,
+            member,
+            self._bells,
+            begin_step=self._begin_step,
+            leave=comm.control.transport.close,
+        )
+
+    def _memberships(self, folder: Path) -> MembershipStore:
+        if self._store is None:
+            return FolderStore(folder)
+        return StoreMembership(self._store, self._bells.ring_own)
 
     def _depth_maker(self, max_depth: int) -> Callable[[], Depth] | None:
         return partial(new_depth, self._config.speculation) if max_depth else None
@@ -142,7 +160,7 @@ class RankBuilder:
         decode_tokens = limits.max_num_seqs * (1 + _max_depth(self._config))
         traffic = Traffic(
             num_ranks=num_ranks,
-            ranks_per_node=num_ranks,
+            ranks_per_node=self._seat.ranks_per_node,
             num_experts=gate.num_experts,
             num_choices=gate.num_experts_per_token,
             hidden=config.hidden_size,
@@ -153,19 +171,30 @@ class RankBuilder:
         )
         warm_up(traffic)
         heap = GroupHeap(traffic, record_bytes(num_ranks))
-        backend = self._config.parallel.all2all_backend
-        transport = choose_transport(backend, self._seat, heap.layout.num_bytes)
+        timeout_ms = 1e3 * self._config.parallel.dispatch_timeout_s
+        transport = open_transport(
+            self._seat,
+            heap.layout.num_bytes,
+            patience_ms=timeout_ms / 2,
+            on_arrival=self._bells.ring_own,
+        )
         group = Group(transport, is_gone=self._watch)
         dispatcher = Dispatcher(
             group,
             kernels,
             heap.modes(group),
             num_experts=gate.num_experts,
-            patience=Patience(1e3 * self._config.parallel.dispatch_timeout_s),
+            patience=Patience(timeout_ms),
             note=self._note,
         )
         self._comm = _Comm(Group(transport, is_gone=self._watch), heap, dispatcher)
         return dispatcher
+
+
+def _connect(meeting: Meeting | None) -> GroupStore | None:
+    if meeting is None:
+        return None
+    return connect(meeting.host, meeting.port, meeting.attempt, meeting.address)
 
 
 def _max_depth(config: EngineConfig) -> int:
@@ -187,19 +216,21 @@ class RankEngine:
 
     def __init__(
         self,
+        info: EngineInfo,
         engine: LockstepEngine,
         member: GroupMember,
         bells: Bells,
+        *,
         begin_step: Callable[[], None],
+        leave: Callable[[], None],
     ) -> None:
+        """begin_step: called before each; leave: called once, when this rank has stopped."""
+        self.info = info
         self._engine = engine
         self._member = member
         self._bells = bells
         self._begin_step = begin_step
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
+        self._leave = leave
 
     @property
     def is_stopping(self) -> bool:
@@ -210,15 +241,20 @@ class RankEngine:
         return self._engine.may_sleep
 
     def join(self, should_stop: Callable[[], bool]) -> None:
-        """Become a member and wait until all are. Raises StartupError."""
+        """Become a member and wait until all are; the launcher's patience is the limit.
+
+        Raises StartupError.
+        """
         self._member.join()
+        waiting = Waiting(START_TIMEOUT_S)
         try:
             while not self._engine.is_ready:
                 if should_stop():
                     raise StartupError("told to stop before all ranks were there")
                 self._engine.step()
+                waiting.goes_on(f"ranks {self._member.missing} to load their weights")
                 time.sleep(JOIN_POLL_S)
-        except (HandshakeError, RemovedFromGroup) as error:
+        except (HandshakeError, GroupLost) as error:
             raise StartupError(str(error)) from error
 
     def receive(self, messages: Sequence[ToEngine]) -> Sequence[ToGateway]:
@@ -234,3 +270,4 @@ class RankEngine:
 
     def close(self) -> None:
         self._engine.close()
+        self._leave()

@@ -10,16 +10,18 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from whalepod.server.choose_transport import can_return, choose_transport
 from whalepod.server.cluster.membership import FolderStore, change
 from whalepod.server.cluster.progress import ProgressBoard
 from whalepod.server.cluster.router import RankRouter
-from whalepod.server.cluster.seat import Bells, RankConfig, Seat
+from whalepod.server.cluster.seat import Bells, RankConfig, Seat, new_bells
 from whalepod.server.codec import encode_value
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
@@ -61,20 +63,17 @@ class RankGroup:
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._module = module
-        cores = _share_cores(self.num_ranks)
-        self._cores = cores
-        if not config.device.num_threads:
-            num_threads = max(len(cores[0]), 1)
-            config = replace(config, device=replace(config.device, num_threads=num_threads))
+        self._cores = share_cores(self.num_ranks)
+        config = settle_threads(config, self._cores)
         self._config = config
+        self._transport = choose_transport(config, num_launchers=1)
         self._places: list[_Place] = []
         self._is_stopping = False
 
     def __enter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix="whalepod-"))  # 0700
         self._heaps = tuple([_new_memfd(rank) for rank in range(self.num_ranks)])
-        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
-        self._bell_descriptors = tuple([os.eventfd(0, flags) for _ in range(self.num_ranks)])
+        self._bell_descriptors = new_bells(self.num_ranks)
         self._bells = Bells(self._bell_descriptors)
         self._store = FolderStore(self._folder)
         self.board = ProgressBoard(self._folder, self.num_ranks)
@@ -100,14 +99,7 @@ class RankGroup:
     @property
     def info(self) -> EngineInfo:
         """What the group can do; caches and requests of all ranks together."""
-        infos = self.infos
-        return replace(
-            infos[0],
-            num_blocks=sum(info.num_blocks for info in infos),
-            max_num_seqs=sum(info.max_num_seqs for info in infos),
-            load_seconds=max(info.load_seconds for info in infos),
-            num_ranks=self.num_ranks,
-        )
+        return add_infos(self.infos)
 
     @property
     def infos(self) -> Sequence[EngineInfo]:
@@ -138,7 +130,7 @@ class RankGroup:
         progress = self.board.read(rank)
         return "it has not begun" if progress is None else f"it is in {progress}"
 
-    def take_out(self, rank: int) -> None:
+    def take_out(self, rank: int, reason: str) -> None:
         """End a lost rank for good and tell the others, so that nobody waits for it."""
         self._places[rank].process.kill()
         self._take_from_members(rank)
@@ -156,6 +148,10 @@ class RankGroup:
         Raises StartupError when it was lost too often, this time included.
         """
         place = self._places[rank]
+        if not can_return(self._transport):
+            raise StartupError(
+                f"over {self._transport} a lost rank cannot come back: start the group again"
+            )
         while not self._is_stopping:
             now = time.monotonic()
             place.lost_at = [t for t in place.lost_at if now - t < RESTARTS_COUNT_S] + [now]
@@ -188,9 +184,12 @@ class RankGroup:
         seat = Seat(
             rank=rank,
             num_ranks=self.num_ranks,
+            transport=self._transport,
+            ranks_per_node=self.num_ranks,
             folder=str(self._folder),
             heap_descriptors=self._heaps,
             bell_descriptors=self._bell_descriptors,
+            bell=rank,
             cores=self._cores[rank],
         )
         return EngineProcess(
@@ -206,11 +205,8 @@ class RankGroup:
 
     def _wait_for(self, rank: int, process: EngineProcess) -> None:
         """Wait for one rank; if another one ends meanwhile, say so instead of waiting for ever."""
-        try:
+        with naming(rank):
             process.wait_until_ready(lambda: self._exit_but(rank))
-        except StartupError as error:
-            is_named = str(error).startswith("rank ")
-            raise StartupError(str(error) if is_named else f"rank {rank}: {error}") from error
 
     def _exit_but(self, rank: int) -> str | None:
         """Say which other rank has ended, and why."""
@@ -236,10 +232,38 @@ def _new_memfd(rank: int) -> int:
     return os.memfd_create(f"whalepod-heap-{rank}", os.MFD_CLOEXEC)
 
 
-def _share_cores(num_ranks: int) -> list[tuple[int, ...]]:
-    """Give each rank cores of its own; none are named where there are fewer than ranks."""
+@contextmanager
+def naming(rank: int) -> Iterator[None]:
+    """Let a StartupError say which rank it comes from."""
+    try:
+        yield
+    except StartupError as error:
+        is_named = str(error).startswith("rank ")
+        raise StartupError(str(error) if is_named else f"rank {rank}: {error}") from error
+
+
+def add_infos(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """Return what all ranks can do together."""
+    return replace(
+        infos[0],
+        num_blocks=sum(info.num_blocks for info in infos),
+        max_num_seqs=sum(info.max_num_seqs for info in infos),
+        load_seconds=max(info.load_seconds for info in infos),
+        num_ranks=len(infos),
+    )
+
+
+def share_cores(num_ranks: int) -> list[tuple[int, ...]]:
+    """Give each rank of a machine cores of its own; none are named where there are too few."""
     if not hasattr(os, "sched_getaffinity") or available_cores() < num_ranks:
         return [()] * num_ranks
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // num_ranks
     return [tuple(cores[rank * share : (rank + 1) * share]) for rank in range(num_ranks)]
+
+
+def settle_threads(config: EngineConfig, cores: Sequence[tuple[int, ...]]) -> EngineConfig:
+    """Let each rank use as many threads as it has cores, unless told otherwise."""
+    if config.device.num_threads:
+        return config
+    return replace(config, device=replace(config.device, num_threads=max(len(cores[0]), 1)))

@@ -17,6 +17,7 @@ from whalepod.ep_comm.traffic import GroupHeap
 from whalepod.server.cluster.lockstep import Decision, Lockstep, Mismatch, Remove, Step
 from whalepod.server.cluster.membership import Membership, MembershipStore, change
 from whalepod.server.cluster.record import RankRecord, from_tensor, to_tensor
+from whalepod.server.errors import GroupLost
 
 GATHER_PATIENCE = 4.0
 """An exchange of records waits longer than a combine, which waits longer than a dispatch: a rank
@@ -28,7 +29,7 @@ _EXCHANGE_BITS = 31
 logger = logging.getLogger(__name__)
 
 
-class RemovedFromGroup(Exception):
+class RemovedFromGroup(GroupLost):
     """The others went on without this rank: it ends, and may come back as a new one."""
 
 

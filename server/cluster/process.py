@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from whalepod.server.channel import EngineServer
 from whalepod.server.cluster.seat import RankConfig
@@ -30,9 +30,15 @@ def open_rank(
 
     engine = RankBuilder(config, should_stop, wrap_note).build()
     engine.join(should_stop)
-    server.wake_on(config.seat.bell_descriptors[config.seat.rank])
+    server.wake_on(config.seat.own_bell)
     return engine
 
 
+def exit_at_once(code: int) -> NoReturn:
+    """End the process without waiting for threads: some are inside of libraries for good."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main_of(sys.argv[1:], open_rank, "rank"))
+    exit_at_once(main_of(sys.argv[1:], open_rank, "rank"))

@@ -50,7 +50,7 @@ class Ranks(Protocol):
 
     def where(self, rank: int) -> str: ...
 
-    def take_out(self, rank: int) -> None: ...
+    def take_out(self, rank: int, reason: str) -> None: ...
 
     def replace_rank(self, rank: int) -> RankProcess: ...
 
@@ -246,7 +246,7 @@ class RankRouter:
         rank = self._ranks[number]
         rank.lost = reason
         logger.error("rank %d is lost: %s", number, reason)
-        self._group.take_out(number)
+        self._group.take_out(number, reason)
         rank.channel.fail(reason)
         task = asyncio.create_task(self._replace(number))
         self._replacing[number] = task

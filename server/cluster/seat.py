@@ -10,25 +10,60 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from whalepod.server.config import EngineConfig
+from whalepod.server.config import EngineConfig, TransportName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the ranks of several machines meet.
+
+    host, port  of the store
+    attempt     tells this start from earlier ones that used the same store
+    address     of this machine, as the others reach it
+    timeout_s   how long a rank waits for the connections to all others
+    """
+
+    host: str
+    port: int
+    attempt: str
+    address: str
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One rank of a group on this machine.
+    """One rank of a group.
 
-    folder            of memberships and progress
-    heap_descriptors  memfds, one per rank; the first rank to come gives them their size
-    bell_descriptors  eventfds, one per rank
+    transport         what carries rows between the ranks
+    ranks_per_node    of each machine
+    folder            of memberships and progress, of this machine
+    bell_descriptors  eventfds of the ranks that one launcher has started
+    bell              which of them is this rank's
+    heap_descriptors  memfds, one per rank, for `shm`; the first rank to come gives them their size
+    meeting           None: the launcher has started all ranks
     cores             to run on; none: anywhere
     """
 
     rank: int
     num_ranks: int
+    transport: TransportName
+    ranks_per_node: int
     folder: str
-    heap_descriptors: tuple[int, ...]
     bell_descriptors: tuple[int, ...]
+    bell: int
+    heap_descriptors: tuple[int, ...] = ()
+    meeting: Meeting | None = None
     cores: tuple[int, ...] = ()
+
+    @property
+    def own_bell(self) -> int:
+        """Return what becomes readable when this rank is woken."""
+        return self.bell_descriptors[self.bell]
+
+    @property
+    def local_index(self) -> int:
+        """Return this rank's place on its machine."""
+        return self.rank % self.ranks_per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +80,38 @@ class Bells:
     A bell says only that there is something to look at, so one ring too many does no harm.
     """
 
-    def __init__(self, descriptors: tuple[int, ...], rank: int | None = None) -> None:
-        """rank: whose bell `descriptor` is; None: a launcher's, who is never woken."""
+    def __init__(self, descriptors: tuple[int, ...], own: int | None = None) -> None:
+        """own: which bell is this rank's; None: a launcher's, who is never woken."""
         self._descriptors = descriptors
-        self._rank = rank
-
-    @property
-    def descriptor(self) -> int:
-        """Return what becomes readable when this rank is woken."""
-        assert self._rank is not None, "a launcher has no bell"
-        return self._descriptors[self._rank]
+        self._own = own
 
     def ring(self) -> None:
-        """Wake all other ranks."""
-        for rank, descriptor in enumerate(self._descriptors):
-            if rank != self._rank:
-                with suppress(BlockingIOError):  # full: it has been rung more than often enough
-                    os.eventfd_write(descriptor, 1)
+        """Wake all other ranks of this launcher."""
+        for place, descriptor in enumerate(self._descriptors):
+            if place != self._own:
+                _ring(descriptor)
+
+    def ring_own(self) -> None:
+        """Wake this rank: another thread of it has heard something."""
+        assert self._own is not None, "a launcher has no bell"
+        _ring(self._descriptors[self._own])
 
     def clear(self) -> None:
         """Be quiet again, before looking at what there is."""
+        assert self._own is not None, "a launcher has no bell"
         with suppress(BlockingIOError):
-            os.eventfd_read(self.descriptor)
+            os.eventfd_read(self._descriptors[self._own])
+
+
+def new_bells(count: int) -> tuple[int, ...]:
+    """Make eventfds; their owner closes them."""
+    flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+    return tuple([os.eventfd(0, flags) for _ in range(count)])
+
+
+def _ring(descriptor: int) -> None:
+    with suppress(BlockingIOError):  # full: it has been rung more than often enough
+        os.eventfd_write(descriptor, 1)
 
 
 def prepare_heaps(seat: Seat, heap_bytes: int) -> None:

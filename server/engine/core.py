@@ -22,6 +22,7 @@ from whalepod.server.engine.runner import Runner, new_runner_sequence
 from whalepod.server.engine.scripted import Encode, Script
 from whalepod.server.engine.speculation import step_record
 from whalepod.server.messages import (
+    STATS_INTERVAL_US,
     Abort,
     EngineInfo,
     Ping,
@@ -88,7 +89,7 @@ class EngineCore:
         self.runner = runner
         self.is_stopping = False
         self.may_sleep = True
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
         self._hooks = hooks
@@ -99,6 +100,9 @@ class EngineCore:
         self._scripts: dict[int, Script] = {}
         self._held: dict[int, SequenceOutput] = {}
         self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
+        self._now_us = 0
+        self._stats_due_us = 0
+        self._has_stats_to_tell = True
 
     def reseed(self, seed: str) -> None:
         """Start the generator of the seeds of requests that bring none: ranks must not draw the
@@ -107,11 +111,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._compiling)
+        return self.scheduler.has_work or bool(self._compiling)
 
     @property
     def stats(self) -> Stats:
-        s = self._scheduler.stats()
+        s = self.scheduler.stats()
         return Stats(
             num_running=s.num_running,
             num_waiting=s.num_waiting,
@@ -136,7 +140,7 @@ class EngineCore:
 
     def check(self) -> None:
         """Raise AssertionError unless every block and every sequence has exactly one owner."""
-        self._scheduler.check()
+        self.scheduler.check()
         num_live = sum(len(sequence_ids) for sequence_ids in self._live.values())
         assert self.runner.num_sequences == num_live, (
             f"the runner keeps {self.runner.num_sequences} sequences, {num_live} are alive"
@@ -182,7 +186,7 @@ class EngineCore:
             case Ping(nonce=nonce):
                 return Pong(nonce=nonce, stats=self.stats)
             case ResetPrefixCache():
-                self._scheduler.reset_prefix_cache()
+                self.scheduler.reset_prefix_cache()
             case Shutdown():
                 self.is_stopping = True
         return None
@@ -220,18 +224,20 @@ class EngineCore:
             script = self._new_script(submit.test_steps)
             request = self._new_request(submit)
             self._note_clock()
-            self._scheduler.add(request)
+            self.scheduler.add(request)
         except RequestRejected as error:
             return rejected(submit, error.code, error.message)
         except ValueError as error:
             return rejected(submit, "invalid_request", str(error))
+        self._has_stats_to_tell = True
         self._live[request.request_id] = [s.sequence_id for s in request.sequences]
         for sequence in request.sequences:
             self._add_sequence(sequence, script, matcher)
         return None
 
     def _note_clock(self) -> None:
-        self._scheduler.note_clock(time.monotonic_ns() // 1000)
+        self._now_us = time.monotonic_ns() // 1000
+        self.scheduler.note_clock(self._now_us)
 
     def _new_request(self, submit: Submit) -> Request:
         params = submit.params
@@ -256,7 +262,7 @@ class EngineCore:
     def _add_sequence(
         self, sequence: ScheduledSequence, script: Script | None, matcher: Matcher | None
     ) -> None:
-        request, eos_token_ids = sequence.request, self._scheduler.eos_token_ids
+        request, eos_token_ids = sequence.request, self.scheduler.eos_token_ids
         grammar = None
         if matcher is not None and request.params.constraint is not None:
             grammar = GrammarState(
@@ -273,9 +279,10 @@ class EngineCore:
 
     def _abort(self, request_id: str) -> StepOutputs | None:
         """Free a request; without a step to come, say here what the counters are now."""
+        self._has_stats_to_tell = True
         self._compiling.pop(request_id, None)
         was_alive = request_id in self._live
-        self._scheduler.cancel(request_id)
+        self.scheduler.cancel(request_id)
         for sequence_id in self._live.pop(request_id, ()):
             self._drop_sequence(sequence_id)
         if self.has_work or not was_alive:
@@ -283,7 +290,7 @@ class EngineCore:
         return StepOutputs(outputs=(), stats=self.stats)
 
     def _withdraw(self, request_id: str) -> Withdrawn | None:
-        if request_id not in self._compiling and not self._scheduler.is_queued(request_id):
+        if request_id not in self._compiling and not self.scheduler.is_queued(request_id):
             return None
         self._abort(request_id)
         return Withdrawn(request_id=request_id)
@@ -302,18 +309,27 @@ class EngineCore:
         return outputs
 
     def _step(self) -> StepOutputs | None:
-        if self._compiling and not self._scheduler.has_work:
+        if self._compiling and not self.scheduler.has_work:
             wait([matcher for _, matcher in self._compiling.values()], timeout=COMPILE_POLL_S)
         outputs = self.admit_compiled()
-        if not self._scheduler.has_work:
+        if not self.scheduler.has_work:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats)
         plan = self.plan(self.depth.choose())
         if plan is None:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats) if outputs else None
         plan, result = self._run(plan)
-        self.depth.observe(step_record(plan, result))
+        if self.runner.makes_drafts:
+            self.depth.observe(step_record(plan, result))
         outputs += self.finish(result)
-        return StepOutputs(outputs=tuple(outputs), stats=self.stats)
+        return StepOutputs(outputs=tuple(outputs), stats=self._due_stats())
+
+    def _due_stats(self) -> Stats | None:
+        """Return the counters if a gateway's are too old, or tell of other requests."""
+        if not self._has_stats_to_tell and self._now_us < self._stats_due_us:
+            return None
+        self._has_stats_to_tell = False
+        self._stats_due_us = self._now_us + STATS_INTERVAL_US
+        return self.stats
 
     @property
     def num_compiling(self) -> int:
@@ -322,7 +338,7 @@ class EngineCore:
 
     def count_tokens_at_most(self) -> int:
         """Return a bound on the tokens of the next step; 0: nothing can run."""
-        return self._scheduler.count_tokens_at_most()
+        return self.scheduler.count_tokens_at_most()
 
     def plan(self, num_drafts: int, max_tokens: int | None = None) -> Plan | None:
         """Decide what the next step computes; `finish`, `fail` or `give_up` ends it.
@@ -332,16 +348,16 @@ class EngineCore:
         """
         self._note_clock()
         self._num_drafts = num_drafts
-        return self._scheduler.step(num_drafts, max_tokens)
+        return self.scheduler.step(num_drafts, max_tokens)
 
     def finish(self, result: StepResult) -> list[SequenceOutput]:
         """Take the results of the step in flight."""
-        messages = [self._message(output) for output in self._scheduler.finish(result)]
+        messages = [self._message(output) for output in self.scheduler.finish(result)]
         return [message for message in messages if message is not None]
 
     def fail(self, plan: Plan) -> None:
         """Keep nothing of the step in flight: its tokens are planned again."""
-        self._scheduler.finish_failed(plan.step)
+        self.scheduler.finish_failed(plan.step)
 
     def give_up(self, plan: Plan, error: Exception) -> list[SequenceOutput]:
         """End the requests of the step in flight with an error."""
@@ -362,7 +378,7 @@ class EngineCore:
         except Exception:
             logger.exception("step %d failed and is run again", plan.step)
         self.fail(plan)
-        again = self._scheduler.step(self._num_drafts)
+        again = self.scheduler.step(self._num_drafts)
         assert again is not None, f"step {plan.step} failed and cannot be planned again"
         try:
             return again, self.runner.run(again)
@@ -371,20 +387,7 @@ class EngineCore:
             return again, _failed_result(again, "the engine failed at this step; its log says why")
 
     def _message(self, output: Output) -> SequenceOutput | None:
-        message = SequenceOutput(
-            request_id=output.request_id,
-            index=output.index,
-            token_ids=tuple(output.token_ids),
-            logprobs=tuple(output.logprobs),
-            prompt_logprobs=tuple(output.prompt_logprobs),
-            num_cached_tokens=output.num_cached_tokens,
-            queue_us=output.queue_us,
-            finish_reason=output.finish_reason,
-            stop_token_id=output.stop_token_id,
-            num_accepted_drafts=output.num_accepted_drafts,
-            num_rejected_drafts=output.num_rejected_drafts,
-            error=output.error,
-        )
+        message = SequenceOutput._make(output[1:])
         if output.sequence_id in self._scripts:
             return self._hold(output, message)
         if output.finish_reason is not None:
@@ -400,7 +403,7 @@ class EngineCore:
         if output.finish_reason is not None:
             self._end(output)
             return message
-        num_generated = self._scheduler.sequence(sequence_id).num_generated
+        num_generated = self.scheduler.sequence(sequence_id).num_generated
         if self._scripts[sequence_id].ends_step(num_generated):
             return message
         self._held[sequence_id] = message
@@ -412,6 +415,7 @@ class EngineCore:
         live.remove(output.sequence_id)
         if not live:
             del self._live[output.request_id]
+            self._has_stats_to_tell = True
 
 
 def _failed_result(plan: Plan, error: str) -> StepResult:

@@ -7,6 +7,7 @@ else over the channel: first an `EngineInfo`, or an `EngineFailed` when it canno
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import shutil
@@ -19,7 +20,7 @@ from typing import Protocol, TypeAlias
 from whalepod.server.channel import EngineServer
 from whalepod.server.codec import decode_value
 from whalepod.server.config import EngineConfig
-from whalepod.server.errors import StartupError
+from whalepod.server.errors import GroupLost, StartupError
 from whalepod.server.messages import EngineFailed, EngineInfo, StepOutputs, ToEngine, ToGateway
 
 PARENT_POLL_S = 1.0
@@ -86,11 +87,13 @@ def run(address: str, parent_pid: int, open_engine: Open, folders: Sequence[str]
     server = EngineServer(address, stop.is_set)
     try:
         core = open_engine(sys.stdin.buffer.read(), server, stop.is_set)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: to look through it again would hold up a step
         server.send(core.info)
         serve(core, server, stop.is_set)
         core.close()
         return 0
-    except StartupError as error:
+    except (StartupError, GroupLost) as error:
         server.send(EngineFailed(message=str(error)))
         return 1
     except Exception as error:
@@ -130,7 +133,9 @@ def main_of(arguments: Sequence[str], open_engine: Open, name: str = "engine") -
     parser.add_argument("--shared-folder", help="removed too, if the launcher cannot")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format=f"{name}: %(message)s", stream=sys.stderr)
-    folders = [os.path.dirname(options.address.removeprefix("ipc://"))]
+    folders = []
+    if options.address.startswith("ipc://"):
+        folders.append(os.path.dirname(options.address.removeprefix("ipc://")))
     if options.shared_folder:
         folders.append(options.shared_folder)
     return run(options.address, options.parent_pid, open_engine, folders)

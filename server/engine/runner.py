@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ from whalepod.scheduler.plan import Plan, Row, RowResult, StepResult, TokenLogpr
 from whalepod.scheduler.request import Sequence
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.grammar import GrammarState
-from whalepod.server.engine.sampler import Sampler, Wanted, logprobs
+from whalepod.server.engine.sampler import Sampler, Samples, Wanted, logprobs
 from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
 from whalepod.server.engine.scripted import Script, ScriptError
 from whalepod.server.engine.speculation import Speculator, TextEnd
@@ -79,24 +79,17 @@ def new_runner_sequence(
 
 @dataclass(slots=True)
 class _Rows:
-    """Which rows of the hidden states a plan row owns, and which of them yield a token."""
+    """Which rows of the hidden states a plan row owns, and which of the step's choices are its."""
 
     row: Row
     sequence: RunnerSequence
     begin: int
-    accepted: list[_Choice] = field(default_factory=list)
+    drafts: SequenceOf[int]
+    first_choice: int = 0
+    token_ids: tuple[int, ...] = ()
     """What the row yields, once drafts are judged."""
+    logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
-
-    @property
-    def drafts(self) -> SequenceOf[int]:
-        return self.row.token_ids[len(self.row.token_ids) - self.row.num_drafts :]
-
-    @property
-    def wanted_positions(self) -> range:
-        """Positions of the next tokens: one, with drafts one more for each of them."""
-        end = self.row.start + len(self.row.token_ids)
-        return range(end - self.row.num_drafts, end + 1) if self.row.sample else range(0)
 
     def hidden_row(self, position: int) -> int:
         """Return the row of hidden states that predicts the token at `position`."""
@@ -105,14 +98,14 @@ class _Rows:
     def text_end(self) -> TextEnd:
         """Return where the text ends. A scripted text, which the model would not write, and one
         that failed get no drafts."""
-        num_true = len(self.row.token_ids) - self.row.num_drafts + max(len(self.accepted) - 1, 0)
+        num_true = len(self.row.token_ids) - self.row.num_drafts + max(len(self.token_ids) - 1, 0)
         return TextEnd(
             row=self.row,
             state=self.sequence.state,
             num_true=num_true,
-            token_id=self.accepted[-1].token_id if self.accepted else None,
+            token_id=self.token_ids[-1] if self.token_ids else None,
             hidden_row=self.begin + num_true - 1,
-            wants_drafts=bool(self.accepted) and not self.error and not self.sequence.script,
+            wants_drafts=bool(self.token_ids) and not self.error and not self.sequence.script,
         )
 
 
@@ -127,10 +120,10 @@ class Runner:
         batches: BatchBuilder,
         speculator: Speculator | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._cache = cache
-        self._sampler = sampler
-        self._batches = batches
+        self.sampler = sampler
+        self.batches = batches
         self._speculator = speculator
         self._sequences: dict[int, RunnerSequence] = {}
 
@@ -150,14 +143,13 @@ class Runner:
     def drop(self, sequence_id: int) -> None:
         """Forget a sequence that ended."""
         self._sequences.pop(sequence_id, None)
-        self._batches.forget(sequence_id)
         if self._speculator is not None:
             self._speculator.forget(sequence_id)
 
     @torch.inference_mode()
     def join(self, num_passes: int) -> None:
         """Take part in a step of other ranks, in which the draft layer runs `num_passes` times."""
-        self._model.join()
+        self.model.join()
         if self._speculator is not None:
             self._speculator.join(num_passes)
 
@@ -175,31 +167,23 @@ class Runner:
             self._cache.copy_rows(copy.source, copy.target, copy.num_tokens)
             if self._speculator is not None:
                 self._speculator.note_copy(copy)
+        if self._speculator is not None:
+            for sequence_id in plan.preempted:
+                self._speculator.note_preempted(sequence_id)
         results, draft_ns = self._run_rows(plan.rows, num_passes) if plan.rows else ((), 0)
-        return StepResult(
-            step=plan.step,
-            rows=results,
-            step_time_us=(time.perf_counter_ns() - started) // 1000,
-            draft_time_us=draft_ns // 1000,
-        )
+        step_time_us = (time.perf_counter_ns() - started) // 1000
+        return StepResult(plan.step, results, step_time_us, draft_ns // 1000)
 
     def _run_rows(
         self, rows: SequenceOf[Row], num_passes: int
     ) -> tuple[tuple[RowResult, ...], int]:
         """Return the results of rows and the nanoseconds spent on drafts."""
-        batch = self._batches.build(rows)
-        hidden_TH = self._model.forward(batch, self._cache)
-        spans, begin = [], 0
-        for row in rows:
-            sequence = self._sequences[row.sequence_id]
-            num_own = len(row.token_ids) - row.num_drafts
-            sequence.state.observe(row.start, row.token_ids[:num_own])
-            spans.append(_Rows(row, sequence, begin))
-            begin += len(row.token_ids)
+        batch = self.batches.build(rows)
+        hidden_TH = self.model.forward(batch, self._cache)
+        spans = self._spans(rows)
         if self._speculator is not None:
             self._speculator.note_forward(rows, batch, hidden_TH)
-        for span, choices in zip(spans, self._sample(hidden_TH, spans), strict=True):
-            _judge(span, choices)
+        self._choose_tokens(hidden_TH, spans)
         results = [self._result(span, hidden_TH) for span in spans]
         if self._speculator is None:
             return tuple(results), 0
@@ -207,50 +191,59 @@ class Runner:
         _add_drafts(self._speculator, results, spans, num_passes)
         return tuple(results), time.perf_counter_ns() - started
 
-    def _sample(self, hidden_TH: Tensor, spans: list[_Rows]) -> list[list[_Choice]]:
-        """Choose a token at each wanted position of each row, all rows in one pass."""
-        wanted, hidden_rows = [], []
-        for span in spans:
-            for index, position in enumerate(span.wanted_positions):
-                wanted.append(self._wanted(span, index, position))
-                hidden_rows.append(span.hidden_row(position))
-        if not wanted:
-            return [[] for _ in spans]
-        every_row = len(hidden_rows) == hidden_TH.shape[0]
-        logits_BV = self._model.logits(hidden_TH if every_row else hidden_TH[hidden_rows])
-        samples = self._sampler.sample(logits_BV, wanted)
-        choices = iter([
-            _Choice(logits_BV, index, token_id, logprob, is_fault)
-            for index, (token_id, logprob, is_fault) in enumerate(
-                zip(samples.token_ids, samples.logprobs, samples.is_fault, strict=True)
-            )
-        ])  # fmt: skip
-        return [[next(choices) for _ in span.wanted_positions] for span in spans]
+    def _spans(self, rows: SequenceOf[Row]) -> list[_Rows]:
+        """Find the runner's part of each row, and let its sampling state see the row's tokens."""
+        spans, begin = [], 0
+        for row in rows:
+            sequence, token_ids = self._sequences[row.sequence_id], row.token_ids
+            num_own = len(token_ids) - row.num_drafts
+            sequence.state.observe(row.start, token_ids[:num_own])
+            spans.append(_Rows(row, sequence, begin, token_ids[num_own:]))
+            begin += len(token_ids)
+        return spans
 
-    def _wanted(self, span: _Rows, index: int, position: int) -> Wanted:
-        """Ask for the token behind the first `index` drafts, as if they were right: if one is
-        not, nobody looks at what comes behind it."""
+    def _choose_tokens(self, hidden_TH: Tensor, spans: list[_Rows]) -> None:
+        """Choose a token behind each row that samples, and behind each of its drafts, all in one
+        pass; then judge the drafts."""
+        wanted: list[Wanted] = []
+        hidden_rows: list[int] = []
+        for span in spans:
+            span.first_choice = len(wanted)
+            if span.row.sample:
+                stop = span.begin + len(span.row.token_ids)
+                hidden_rows += range(stop - 1 - len(span.drafts), stop)
+                self._want(span, wanted)
+        if not wanted:
+            return
+        every_row = len(hidden_rows) == hidden_TH.shape[0]
+        logits_BV = self.model.logits(hidden_TH if every_row else hidden_TH[hidden_rows])
+        samples = self.sampler.sample(logits_BV, wanted)
+        for span in spans:
+            if span.row.sample:
+                _judge(span, samples, logits_BV)
+
+    def _want(self, span: _Rows, wanted: list[Wanted]) -> None:
+        """Ask for a token behind each number of drafts, as if they were right: if one is not,
+        nobody looks at what comes behind it."""
         state, drafts = span.sequence.state, span.drafts
-        if index == len(drafts) or not self._sampler.by_rejection:
-            return Wanted(state, position, drafts[:index])
-        log_q_V = None
-        if self._speculator is not None:
-            log_q_V = self._speculator.log_q(span.row, index)
-        return Wanted(state, position, drafts[:index], drafts[index], log_q_V)
+        position = span.row.start + len(span.row.token_ids) - len(drafts)
+        for index in range(len(drafts)):
+            if self.sampler.by_rejection:
+                log_q_V = self._speculator.log_q(span.row, index) if self._speculator else None
+                judged = Wanted(state, position + index, drafts[:index], drafts[index], log_q_V)
+                wanted.append(judged)
+            else:
+                wanted.append(Wanted(state, position + index, drafts[:index]))
+        wanted.append(Wanted(state, position + len(drafts), drafts))
 
     def _result(self, span: _Rows, hidden_TH: Tensor) -> RowResult:
-        sequence_id, accepted = span.row.sequence_id, span.accepted
+        sequence_id = span.row.sequence_id
         if span.error is not None:
-            return RowResult(sequence_id=sequence_id, error=span.error)
+            return RowResult(sequence_id, error=span.error)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if span.sequence.wants_prompt_logprobs:
             prompt_logprobs = self._prompt_logprobs(span, hidden_TH)
-        return RowResult(
-            sequence_id=sequence_id,
-            token_ids=tuple([choice.token_id for choice in accepted]),
-            logprobs=tuple([c.logprob for c in accepted if c.logprob is not None]),
-            prompt_logprobs=prompt_logprobs,
-        )
+        return RowResult(sequence_id, span.token_ids, span.logprobs, prompt_logprobs)
 
     def _prompt_logprobs(self, span: _Rows, hidden_TH: Tensor) -> tuple[TokenLogprob, ...]:
         """Score the prompt tokens that follow the row's tokens."""
@@ -261,20 +254,9 @@ class Runner:
         for first in range(start + 1, end, PROMPT_LOGPROB_ROWS):
             next_ids = state.prompt_token_ids[first : min(first + PROMPT_LOGPROB_ROWS, end)]
             begin = span.hidden_row(first)
-            logits_TV = self._model.logits(hidden_TH[begin : begin + len(next_ids)])
+            logits_TV = self.model.logits(hidden_TH[begin : begin + len(next_ids)])
             found += logprobs(logits_TV, next_ids, num_top)
         return tuple(found)
-
-
-@dataclass(slots=True)
-class _Choice:
-    """The token chosen at one position, and where its logits are."""
-
-    logits_BV: Tensor
-    index: int
-    token_id: int
-    logprob: TokenLogprob | None
-    is_fault: bool
 
 
 def _add_drafts(
@@ -285,30 +267,35 @@ def _add_drafts(
     ends = [span.text_end() for span in spans]
     for i, drafts in enumerate(speculator.draft(ends, num_passes)):
         if drafts:
-            results[i] = replace(results[i], draft_token_ids=drafts)
+            results[i] = results[i]._replace(draft_token_ids=tuple(drafts))
         if accepted := ends[i].accepted:
             spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
 
-def _judge(span: _Rows, choices: list[_Choice]) -> None:
+def _judge(span: _Rows, samples: Samples, logits_BV: Tensor) -> None:
     """Keep the choices up to the first that is not the draft; it is the row's last token."""
-    num_accepted = count_accepted(span.drafts, [choice.token_id for choice in choices])
-    span.accepted = choices[: num_accepted + 1]
-    if any(choice.is_fault for choice in span.accepted):
+    first = span.first_choice
+    num_accepted = 0
+    if span.drafts:
+        num_accepted = count_accepted(span.drafts, samples.token_ids[first:])
+    stop = first + num_accepted + 1
+    span.token_ids = tuple(samples.token_ids[first:stop])
+    if samples.logprobs[first] is not None:
+        span.logprobs = tuple([x for x in samples.logprobs[first:stop] if x is not None])
+    if True in samples.is_fault[first:stop]:
         span.error = "the model's logits are not finite"
-    elif span.sequence.script is not None and choices:
+    elif span.sequence.script is not None:
         try:
-            span.accepted = [_scripted(span, choices[0])]
+            _follow_script(span, span.sequence.script, logits_BV[first])
         except ScriptError as error:
             span.error = str(error)
 
 
-def _scripted(span: _Rows, choice: _Choice) -> _Choice:
+def _follow_script(span: _Rows, script: Script, logits_V: Tensor) -> None:
     """Replace the sampler's choice by the token of the script, scored with the same logits."""
-    script, state = span.sequence.script, span.sequence.state
-    assert script is not None
-    num_generated = span.row.start + len(span.row.token_ids) - state.num_prompt_tokens
-    token_id, logprob = script.token(num_generated), choice.logprob
-    if logprob is not None:
-        (logprob,) = logprobs(choice.logits_BV[choice.index][None], [token_id], len(logprob.top))
-    return replace(choice, token_id=token_id, logprob=logprob)
+    num_generated = span.row.start + len(span.row.token_ids)
+    token_id = script.token(num_generated - span.sequence.state.num_prompt_tokens)
+    span.token_ids = (token_id,)
+    if span.logprobs:
+        (logprob,) = logprobs(logits_V[None], [token_id], len(span.logprobs[0].top))
+        span.logprobs = (logprob,)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from whalepod.kernels.interface import Kernels
 from whalepod.mtp.verify import choose_by_rejection, uniform_of_gumbel
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
+
+Logits: TypeAlias = NDArray[np.float32]
 
 
 class _Stream(Enum):
@@ -49,8 +52,7 @@ class Wanted:
     log_q_V: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(NamedTuple):
     """The choices in the order of the rows; a logprob only where the request asks for it."""
 
     token_ids: list[int]
@@ -71,17 +73,15 @@ class Sampler:
 
     def sample(self, logits_BV: Tensor, wanted: Sequence[Wanted]) -> Samples:
         """Choose one token per row of f32 `[B, V]`, which is not changed."""
-        ids, peaks = _argmax(logits_BV)
+        x_BV = logits_BV.numpy()
+        ids = _argmax(x_BV)
+        is_fault = [not math.isfinite(x_BV.item(row, i)) for row, i in enumerate(ids)]
         shaped = [row for row, w in enumerate(wanted) if w.position < w.state.plain_from]
         if shaped:
-            chosen, _ = self._choose(logits_BV[shaped], [wanted[row] for row in shaped])
+            chosen, _ = self._choose(x_BV[shaped], [wanted[row] for row in shaped])
             for row, token_id in zip(shaped, chosen, strict=True):
                 ids[row] = token_id
-        return Samples(
-            token_ids=ids,
-            logprobs=_logprobs_of_rows(logits_BV, ids, wanted),
-            is_fault=[not math.isfinite(peak) for peak in peaks],
-        )
+        return Samples(ids, _logprobs_of_rows(logits_BV, ids, wanted), is_fault)
 
     def draft(
         self, logits_BV: Tensor, wanted: Sequence[Wanted]
@@ -91,12 +91,13 @@ class Sampler:
         Returns the guesses and, with acceptance by rejection, the log-probabilities `[V]` (up to a
         constant) that the random ones were drawn from.
         """
-        ids, _ = _argmax(logits_BV)
+        x_BV = logits_BV.numpy()
+        ids = _argmax(x_BV)
         log_qs: list[Tensor | None] = [None] * len(ids)
         shaped = [row for row, w in enumerate(wanted) if w.position < w.state.plain_from]
         if shaped:
             chosen, log_q_BV = self._choose(
-                logits_BV[shaped], [wanted[row] for row in shaped], _Stream.DRAFT
+                x_BV[shaped], [wanted[row] for row in shaped], _Stream.DRAFT
             )
             for row, token_id, log_q_V in zip(shaped, chosen, log_q_BV, strict=True):
                 ids[row] = token_id
@@ -104,32 +105,44 @@ class Sampler:
         return ids, log_qs
 
     def _choose(
-        self, logits_BV: Tensor, wanted: list[Wanted], stream: _Stream | None = None
-    ) -> tuple[list[int], list[Tensor | None]]:
-        """Choose for rows that are random or edited; `logits_BV` is theirs to change."""
-        _edit(logits_BV, wanted)
-        chosen, _ = _argmax(logits_BV)
-        log_qs: list[Tensor | None] = [None] * len(chosen)
-        rows = [row for row, want in enumerate(wanted) if not want.state.is_greedy]
-        if rows:
-            log_p_BV = restrict(logits_BV[rows], [wanted[row].state for row in rows])
-            wanted = [wanted[row] for row in rows]
-            ids = self._draw(log_p_BV, wanted, stream if self.by_rejection else None)
-            for row, token_id, log_p_V in zip(rows, ids, log_p_BV, strict=True):
-                chosen[row] = token_id
-                log_qs[row] = log_p_V if self.by_rejection else None
+        self, x_BV: Logits, wanted: list[Wanted], stream: _Stream | None = None
+    ) -> tuple[list[int], Sequence[Tensor | None]]:
+        """Choose for rows that are random or edited; the logits `x_BV` are theirs to change."""
+        edited = [row for row, w in enumerate(wanted) if w.position < w.state.unedited_from]
+        if edited:
+            _edit(torch.from_numpy(x_BV), edited, [wanted[row] for row in edited])
+        random = [row for row, want in enumerate(wanted) if not want.state.is_greedy]
+        if len(random) == len(wanted):
+            return self._draw(x_BV, wanted, stream)
+        chosen = _argmax(x_BV)
+        log_qs: list[Tensor | None] = [None] * len(wanted)
+        if random:
+            ids, drawn_from = self._draw(x_BV[random], [wanted[row] for row in random], stream)
+            for row, token_id, log_q_V in zip(random, ids, drawn_from, strict=True):
+                chosen[row], log_qs[row] = token_id, log_q_V
         return chosen, log_qs
 
-    def _draw(self, log_p_BV: Tensor, wanted: list[Wanted], stream: _Stream | None) -> list[int]:
-        """Draw from each row: argmax(log p + g), or what the rule of rejection says of a draft."""
-        x_BV = log_p_BV + self._noise(wanted, log_p_BV.shape[1], stream)
-        ids, _ = _argmax(x_BV)
+    def _draw(
+        self, x_BV: Logits, wanted: list[Wanted], stream: _Stream | None
+    ) -> tuple[list[int], Sequence[Tensor | None]]:
+        """Draw from each row: argmax(log p + g), or what the rule of rejection says of a draft.
+
+        Returns the tokens and, with acceptance by rejection, log p; the logits are changed.
+        """
+        log_p_BV = restrict(x_BV, [want.state for want in wanted])
+        noise_BV = self._noise(wanted, log_p_BV.shape[1], stream if self.by_rejection else None)
+        noisy_BV = noise_BV.numpy()
+        noisy_BV += log_p_BV
+        ids = _argmax(noisy_BV)
+        if not self.by_rejection:
+            return ids, [None] * len(ids)
+        log_ps = torch.from_numpy(log_p_BV)
         judged = [row for row, want in enumerate(wanted) if want.draft is not None]
         if judged:
-            chosen = self._judge(log_p_BV[judged], [wanted[row] for row in judged])
+            chosen = self._judge(log_ps[judged], [wanted[row] for row in judged])
             for row, token_id in zip(judged, chosen, strict=True):
                 ids[row] = token_id
-        return ids
+        return ids, list(log_ps)
 
     def _judge(self, log_p_BV: Tensor, wanted: list[Wanted]) -> list[int]:
         drafts_B = torch.tensor([want.draft for want in wanted])
@@ -150,41 +163,41 @@ class Sampler:
         seeds = [want.state.seed for want in wanted]
         if stream is not None:
             seeds = [seed_of_branch(seed, stream.value) for seed in seeds]
-        return self._kernels.gumbel_noise(
-            torch.tensor(seeds), torch.tensor([want.position for want in wanted]), width
-        )
+        positions = [want.position for want in wanted]
+        seeds_B, positions_B = torch.from_numpy(np.array([seeds, positions], dtype=np.int64))
+        return self._kernels.gumbel_noise(seeds_B, positions_B, width)
 
 
-def _argmax(x_BV: Tensor) -> tuple[list[int], list[float]]:
-    """Return the first largest entry of each row, and its value; a NaN counts as the largest.
+def _argmax(x_BV: Logits) -> list[int]:
+    """Return the first largest entry of each row; a NaN counts as the largest.
 
     (numpy's is ten times as fast as torch's on a CPU.)
     """
-    x = x_BV.numpy()
-    ids = x.argmax(axis=-1)
-    return ids.tolist(), x[np.arange(len(x)), ids].tolist()
+    ids: list[int] = x_BV.argmax(axis=-1).tolist()
+    return ids
 
 
 # -- edits of the logits ------------------------------------------------------------------------
 
 
-def _edit(logits_BV: Tensor, wanted: Sequence[Wanted]) -> None:
-    """Apply grammars, min_tokens, logit_bias and penalties in place; all rows in one call each."""
-    _keep_to_grammars(logits_BV, wanted)
+def _edit(logits_BV: Tensor, rows: Sequence[int], wanted: Sequence[Wanted]) -> None:
+    """Apply grammars, min_tokens, logit_bias and penalties to some rows, in place, one `wanted`
+    for each; all of them in one call each."""
+    _keep_to_grammars(logits_BV, rows, wanted)
     stops = [(w.state.stop_token_ids, w.state.masks_stops(w.position)) for w in wanted]
-    rows, ids = _flat_index([ids if masked else ids[:0] for ids, masked in stops])
-    logits_BV[rows, ids] = -torch.inf
+    index, ids = _flat_index([ids if masked else ids[:0] for ids, masked in stops], rows)
+    logits_BV[index, ids] = -torch.inf
 
-    rows, ids = _flat_index([w.state.bias_ids for w in wanted])
+    index, ids = _flat_index([w.state.bias_ids for w in wanted], rows)
     biases = np.concatenate([w.state.bias_values for w in wanted])
-    logits_BV[rows, ids] += torch.from_numpy(biases)
+    logits_BV[index, ids] += torch.from_numpy(biases)
 
-    if penalised := [row for row, w in enumerate(wanted) if w.state.has_penalties]:
-        _penalise(logits_BV, penalised, [wanted[row] for row in penalised])
+    if penalised := [i for i, w in enumerate(wanted) if w.state.has_penalties]:
+        _penalise(logits_BV, [rows[i] for i in penalised], [wanted[i] for i in penalised])
 
 
-def _keep_to_grammars(logits_BV: Tensor, wanted: Sequence[Wanted]) -> None:
-    for row, want in enumerate(wanted):
+def _keep_to_grammars(logits_BV: Tensor, rows: Sequence[int], wanted: Sequence[Wanted]) -> None:
+    for row, want in zip(rows, wanted, strict=True):
         if want.state.grammar is None:
             continue
         allowed_V = want.state.grammar.allowed(want.before)
@@ -211,47 +224,41 @@ def _penalise(logits_BV: Tensor, rows: list[int], wanted: list[Wanted]) -> None:
 
 
 def _flat_index(
-    ids_of_rows: Sequence[NDArray[np.int64]], rows: Sequence[int] | None = None
+    ids_of_rows: Sequence[NDArray[np.int64]], rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the (row, token) index of a ragged list of token ids, one array per row."""
-    numbers = np.arange(len(ids_of_rows)) if rows is None else np.array(rows)
-    row_index = np.repeat(numbers, [len(ids) for ids in ids_of_rows])
+    row_index = np.repeat(np.array(rows), [len(ids) for ids in ids_of_rows])
     return torch.from_numpy(row_index), torch.from_numpy(np.concatenate(ids_of_rows))
 
 
 # -- the distribution ---------------------------------------------------------------------------
 
 
-def restrict(logits_BV: Tensor, states: Sequence[SamplingState]) -> Tensor:
-    """Return log p up to a constant per row: temperature, then min-p, top-k, top-p.
+def restrict(x_BV: Logits, states: Sequence[SamplingState]) -> Logits:
+    """Turn logits into log p up to a constant per row: temperature, then min-p, top-k, top-p.
 
-    Tokens that are cut hold -inf. Works in place where it can.
+    Tokens that are cut hold -inf. Works in place, and returns what it was given.
     """
-    vocab_size = logits_BV.shape[1]
-    x_BV = logits_BV.div_(torch.tensor([[s.params.temperature] for s in states]))
+    vocab_size = x_BV.shape[1]
+    if any(s.params.temperature != 1.0 for s in states):
+        x_BV /= np.array([[s.params.temperature] for s in states], dtype=np.float32)
     if any(s.params.min_p > 0 for s in states):
-        _cut_below(x_BV, x_BV.amax(dim=-1) + _log([s.params.min_p for s in states]))
-    if rows := [i for i, s in enumerate(states) if 0 < s.params.top_k < vocab_size]:
-        x_BV[rows] = _top_k(x_BV[rows], [states[i].params.top_k for i in rows])
+        log_min_p_B = torch.tensor([s.params.min_p for s in states]).log().numpy()
+        _cut_below(x_BV, x_BV.max(axis=-1) + log_min_p_B)
+    for row, state in enumerate(states):
+        if 0 < state.params.top_k < vocab_size:
+            smallest = vocab_size - state.params.top_k
+            _cut_below(x_BV[row], np.partition(x_BV[row], smallest)[smallest])
     if rows := [i for i, s in enumerate(states) if s.params.top_p < 1.0]:
-        logprobs_BV = x_BV[rows].log_softmax(dim=-1)
+        logprobs_BV = torch.from_numpy(x_BV[rows]).log_softmax(dim=-1).numpy()
         for row, logprobs_V in zip(rows, logprobs_BV, strict=True):
-            limit = _smallest_of_nucleus(logprobs_V.numpy(), states[row].params.top_p)
-            x_BV[row, logprobs_V < limit] = -torch.inf
+            limit = _smallest_of_nucleus(logprobs_V, states[row].params.top_p)
+            x_BV[row, logprobs_V < limit] = -np.inf
     return x_BV
 
 
-def _log(values: list[float]) -> Tensor:
-    return torch.tensor(values).log()
-
-
-def _cut_below(x_BV: Tensor, limit_B: Tensor) -> Tensor:
-    return x_BV.masked_fill_(x_BV < limit_B[:, None], -torch.inf)
-
-
-def _top_k(x_BV: Tensor, top_ks: list[int]) -> Tensor:
-    largest = x_BV.topk(max(top_ks), dim=-1).values
-    return _cut_below(x_BV, largest.gather(1, torch.tensor(top_ks)[:, None] - 1)[:, 0])
+def _cut_below(x: Logits, limit: Logits) -> None:
+    x[x < limit[..., None]] = -np.inf
 
 
 def _smallest_of_nucleus(logprobs_V: NDArray[np.float32], top_p: float) -> float:
@@ -274,6 +281,8 @@ def _logprobs_of_rows(
     logits_BV: Tensor, token_ids: list[int], wanted: Sequence[Wanted]
 ) -> list[TokenLogprob | None]:
     found: list[TokenLogprob | None] = [None] * len(wanted)
+    if not any(want.state.wants_logprobs for want in wanted):
+        return found
     by_width: dict[int, list[int]] = {}
     for row, want in enumerate(wanted):
         if want.state.params.logprobs is not None:

@@ -28,6 +28,7 @@ class SamplingState:
     __slots__ = (
         "_counts", "bias_ids", "bias_values", "grammar", "has_penalties", "is_greedy",
         "num_prompt_tokens", "params", "plain_from", "prompt_token_ids", "seed", "stop_token_ids",
+        "unedited_from", "wants_logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -52,14 +53,15 @@ class SamplingState:
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
         )
-        self.plain_from = self._plain_from()
+        self.wants_logprobs = params.logprobs is not None
+        is_always_edited = self.has_penalties or len(self.bias_ids) or self.grammar
+        # the first position whose token is drawn from the model's logits as they are ...
+        self.unedited_from = (
+            math.inf if is_always_edited else self.num_prompt_tokens + params.min_tokens
+        )
+        # ... and the first whose token is simply the likeliest of them
+        self.plain_from = self.unedited_from if self.is_greedy else math.inf
         self._counts: TokenCounts | None = None
-
-    def _plain_from(self) -> float:
-        """Return the first position whose token is simply the likeliest of the model's logits."""
-        if not self.is_greedy or self.has_penalties or len(self.bias_ids) or self.grammar:
-            return math.inf
-        return self.num_prompt_tokens + self.params.min_tokens
 
     def masks_stops(self, position: int) -> bool:
         """Say whether `min_tokens` still keeps the text from ending at `position`."""

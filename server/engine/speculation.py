@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from whalepod.models.batch import ForwardBatch
 from whalepod.mtp.config import MAX_DRAFT_TOKENS
-from whalepod.mtp.draft import Drafter, DraftStart, KnownStates, StepStates
+from whalepod.mtp.interface import Choose, Drafter
 from whalepod.mtp.lookup import TextLookup
 from whalepod.mtp.stats import (
     ONE,
@@ -19,16 +18,18 @@ from whalepod.mtp.stats import (
     StepRecord,
     count_by_position,
 )
+from whalepod.mtp.tail import GREEDY, Draw, KnownEnd
 from whalepod.scheduler.plan import BlockCopy, Plan, Row, StepResult
 from whalepod.server.engine.sampler import Sampler, Wanted
 from whalepod.server.engine.sampling_state import SamplingState
+
+Maker: TypeAlias = Literal["mtp", "lookup"]
 
 LOOKUP_FIRST_GUESS = ONE // 2
 """Acceptance that is assumed of looked-up drafts: the model's own layer is tried first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextEnd:
+class TextEnd(NamedTuple):
     """Where a row's text ends once its drafts are judged.
 
     num_true   tokens of the row that belong to the text: all that are no drafts, and right drafts
@@ -49,6 +50,11 @@ class TextEnd:
         return self.row.start + self.num_true
 
     @property
+    def num_accepted(self) -> int:
+        """How many drafts were right."""
+        return self.num_true - len(self.row.token_ids) + self.row.num_drafts
+
+    @property
     def accepted(self) -> tuple[int, ...]:
         """Right drafts: the sampling state has not seen them as the row's own."""
         num_own = len(self.row.token_ids) - self.row.num_drafts
@@ -60,43 +66,61 @@ class TextEnd:
         return self.accepted if self.token_id is None else (*self.accepted, self.token_id)
 
 
-@dataclass(slots=True)
 class _Speculation:
-    """What is kept of one sequence between steps."""
+    """What is kept of one sequence between steps.
 
-    made_by: Literal["mtp", "lookup"] | None = None
-    """Who made the drafts that the next step judges."""
-    log_qs: list[Tensor | None] = field(default_factory=list)
-    """What they were drawn from, with acceptance by rejection."""
-    lookup: TextLookup | None = None
-    looked_up: tuple[int, ...] = ()
-    """What lookup would guess; compared with the text whether it is used or not."""
-    by_lookup: AcceptanceAverage = field(
-        default_factory=lambda: AcceptanceAverage(
+    made_by    who made the drafts that the next step judges
+    log_qs     what they were drawn from, with acceptance by rejection
+    looked_up  what lookup would guess; compared with the text whether it is used or not
+    draw       how its tokens are chosen from position `drawn_from` on, if that is all; else None
+    """
+
+    __slots__ = ("by_lookup", "by_mtp", "draw", "drawn_from", "log_qs", "looked_up", "lookup",
+                 "made_by")  # fmt: skip
+
+    def __init__(self, state: SamplingState, *, by_rejection: bool) -> None:
+        self.made_by: Maker | None = None
+        self.log_qs: list[Tensor | None] = []
+        self.lookup: TextLookup | None = None
+        self.looked_up: tuple[int, ...] = ()
+        self.by_lookup = AcceptanceAverage(
             MAX_DRAFT_TOKENS, first_guess=LOOKUP_FIRST_GUESS, memory=REQUEST_MEMORY
         )
-    )
-    by_mtp: AcceptanceAverage = field(
-        default_factory=lambda: AcceptanceAverage(MAX_DRAFT_TOKENS, memory=REQUEST_MEMORY)
-    )
+        self.by_mtp = AcceptanceAverage(MAX_DRAFT_TOKENS, memory=REQUEST_MEMORY)
+        self.draw = _draw_of(state, by_rejection=by_rejection)
+        self.drawn_from = state.num_prompt_tokens + state.params.min_tokens
 
     def learn(self, end: TextEnd) -> None:
         """Compare what was guessed with what a row yielded."""
-        new = end.new_token_ids
+        num_right = end.num_accepted
         if self.made_by == "mtp" and end.row.num_drafts:
-            self.by_mtp.observe(*count_by_position([(end.row.num_drafts, len(end.accepted))]))
-        judged = self.looked_up[: len(new)]
-        if judged:
-            num_right = next(
-                (i for i, token_id in enumerate(judged) if token_id != new[i]), len(judged)
-            )
-            self.by_lookup.observe(*count_by_position([(len(judged), num_right)]))
+            self.by_mtp.observe_run(end.row.num_drafts, num_right)
+        if self.looked_up:
+            new = end.new_token_ids
+            judged = self.looked_up[: len(new)]
+            if judged:
+                num_right = 0
+                while num_right < len(judged) and judged[num_right] == new[num_right]:
+                    num_right += 1
+                self.by_lookup.observe_run(len(judged), num_right)
 
     def prefers_lookup(self, num_guessed: int, num_wanted: int) -> bool:
         """Say whether looked-up drafts promise at least as much as the model's own."""
         return self.by_lookup.expected_tokens(num_guessed) >= self.by_mtp.expected_tokens(
             num_wanted
         )
+
+
+def _draw_of(state: SamplingState, *, by_rejection: bool) -> Draw | None:
+    """Return how the tokens of a sequence are chosen, if nothing but a temperature shapes them."""
+    params = state.params
+    if state.has_penalties or len(state.bias_ids) or state.grammar is not None:
+        return None
+    if state.is_greedy:
+        return GREEDY
+    if by_rejection or params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+        return None
+    return Draw(temperature=params.temperature, seed=state.seed)
 
 
 class Speculator:
@@ -113,7 +137,6 @@ class Speculator:
         self._sampler = sampler
         self._with_lookup = with_lookup
         self._kept: dict[int, _Speculation] = {}
-        self._states: StepStates | None = None
 
     @property
     def makers(self) -> tuple[str, ...]:
@@ -131,10 +154,15 @@ class Speculator:
         if self._drafter is not None:
             self._drafter.copy_block(copy.source, copy.target)
 
+    def note_preempted(self, sequence_id: int) -> None:
+        """Note that a sequence lost its cache rows."""
+        if self._drafter is not None:
+            self._drafter.note_preempted(sequence_id)
+
     def note_forward(self, rows: Sequence[Row], batch: ForwardBatch, hidden_TH: Tensor) -> None:
         """Store what the draft layers keep of the step's tokens. `batch` may be overwritten."""
         if self._drafter is not None:
-            self._states = self._drafter.write_rows(rows, batch, hidden_TH)
+            self._drafter.note_forward(rows, batch, hidden_TH)
 
     def log_q(self, row: Row, index: int) -> Tensor | None:
         """Return what a row's draft was drawn from, if it was not certain."""
@@ -146,117 +174,103 @@ class Speculator:
         if self._drafter is not None:
             self._drafter.join(num_passes)
 
-    def draft(self, ends: Sequence[TextEnd], num_passes: int = 0) -> list[tuple[int, ...]]:
+    def draft(self, ends: Sequence[TextEnd], num_passes: int = 0) -> list[Sequence[int]]:
         """Guess what follows each text, at most as many tokens as its row wants.
 
         All ranks of a group run the draft layer `num_passes` times in a step.
         What is kept changes at the end only, where nothing can fail any more: a step that is run
         again finds what it found the first time.
         """
-        looked_up = [self._look_up(end) for end in ends]
-        guesses: list[tuple[int, ...]] = [()] * len(ends)
-        makers: list[Literal["mtp", "lookup"] | None] = [None] * len(ends)
-        asking = []
-        for i, end in enumerate(ends):
-            if not end.wants_drafts or not end.row.num_drafts_wanted:
-                continue
-            if self._takes_lookup(end, looked_up[i]):
-                guesses[i] = looked_up[i][: end.row.num_drafts_wanted]
-                makers[i] = "lookup" if guesses[i] else None
-            else:
-                asking.append(i)
-                makers[i] = "mtp"
-        known = self._known_states(ends)
+        kept = [self._kept_of(end) for end in ends]
+        looked_up: list[tuple[int, ...]] = [()] * len(ends)
+        if self._with_lookup:
+            looked_up = list(map(self._look_up, ends, kept))
+        makers = list(map(self._choose_maker, ends, kept, looked_up))
         log_qs: list[list[Tensor | None]] = [[] for _ in ends]
-        if asking:
-            starts = [_start(ends[i], known[i]) for i in asking]
-            for i, drafts, drawn_from in self._ask_model(ends, starts, asking, num_passes):
-                guesses[i], log_qs[i] = drafts, drawn_from
-        elif self._drafter is not None:
-            self._drafter.join_passes(num_passes)
-        for i, end in enumerate(ends):
-            self._keep(end, makers[i], log_qs[i], looked_up[i])
+        guesses: list[Sequence[int]] = [()] * len(ends)
         if self._drafter is not None:
-            for end, states in zip(ends, known, strict=True):
-                self._drafter.keep(end.row.sequence_id, states)
+            known = list(map(_known_end, ends, kept, makers))
+            guesses[:] = self._drafter.draft(known, self._choose(ends, log_qs), num_passes)
+            self._drafter.keep(known)
+        for i, end in enumerate(ends):
+            if makers[i] == "lookup":
+                guesses[i] = looked_up[i][: end.row.num_drafts_wanted]
+            self._keep(end, kept[i], makers[i], log_qs[i], looked_up[i])
         return guesses
 
-    def _known_states(self, ends: Sequence[TextEnd]) -> list[KnownStates]:
-        """Return the states of each text's last true token; none without draft layers."""
-        if self._states is None:
-            return []
-        return self._states.at([end.hidden_row for end in ends], [end.position - 1 for end in ends])
-
-    def _look_up(self, end: TextEnd) -> tuple[int, ...]:
+    def _kept_of(self, end: TextEnd) -> _Speculation:
         kept = self._kept.get(end.row.sequence_id)
-        is_off = end.state.params.num_speculative_tokens == 0
-        if not self._with_lookup or not end.wants_drafts or is_off:
+        if kept is None:
+            kept = _Speculation(end.state, by_rejection=self._sampler.by_rejection)
+            self._kept[end.row.sequence_id] = kept
+        return kept
+
+    def _look_up(self, end: TextEnd, kept: _Speculation) -> tuple[int, ...]:
+        if not end.wants_drafts:
             return ()
-        if kept is None or kept.lookup is None:
-            lookup = TextLookup(end.state.prompt_token_ids)
-            self._kept.setdefault(end.row.sequence_id, _Speculation()).lookup = lookup
-        else:
-            lookup = kept.lookup
-        return lookup.guess(end.new_token_ids, MAX_DRAFT_TOKENS)
+        if end.state.params.num_speculative_tokens == 0:
+            return ()
+        if kept.lookup is None:
+            kept.lookup = TextLookup(end.state.prompt_token_ids)
+        return kept.lookup.guess(end.new_token_ids, MAX_DRAFT_TOKENS)
 
-    def _takes_lookup(self, end: TextEnd, looked_up: tuple[int, ...]) -> bool:
-        if self._drafter is None:
-            return True
+    def _choose_maker(
+        self, end: TextEnd, kept: _Speculation, looked_up: tuple[int, ...]
+    ) -> Maker | None:
         num_wanted = end.row.num_drafts_wanted
+        if not num_wanted or not end.wants_drafts:
+            return None
+        if not looked_up:
+            return None if self._drafter is None else "mtp"
         num_guessed = min(len(looked_up), num_wanted)
-        if not num_guessed:
-            return False
-        return self._kept[end.row.sequence_id].prefers_lookup(num_guessed, num_wanted)
+        if self._drafter is None or kept.prefers_lookup(num_guessed, num_wanted):
+            return "lookup"
+        return "mtp"
 
-    def _ask_model(
-        self,
-        ends: Sequence[TextEnd],
-        starts: Sequence[DraftStart],
-        asking: Sequence[int],
-        num_passes: int,
-    ) -> Iterator[tuple[int, tuple[int, ...], list[Tensor | None]]]:
-        """Yield (number of the text, the layer's drafts, what they were drawn from)."""
-        assert self._drafter is not None, "lookup never asks the model"
-        log_qs: list[list[Tensor | None]] = [[] for _ in starts]
+    def _choose(self, ends: Sequence[TextEnd], log_qs: list[list[Tensor | None]]) -> Choose:
+        """Return who chooses drafts by their logits; notes what they were drawn from."""
 
         def choose(
             logits_BV: Tensor, active: Sequence[int], drafts: Sequence[Sequence[int]]
         ) -> list[int]:
-            wanted = [_wanted(ends[asking[i]], drafts[i]) for i in active]
+            wanted = [_wanted(ends[i], so_far) for i, so_far in zip(active, drafts, strict=True)]
             token_ids, drawn_from = self._sampler.draft(logits_BV, wanted)
             for i, log_q_V in zip(active, drawn_from, strict=True):
                 log_qs[i].append(log_q_V)
             return token_ids
 
-        drafts = self._drafter.draft(starts, choose, num_passes)
-        for i, token_ids, drawn_from in zip(asking, drafts, log_qs, strict=True):
-            yield i, tuple(token_ids), drawn_from
+        return choose
 
     def _keep(
         self,
         end: TextEnd,
-        maker: Literal["mtp", "lookup"] | None,
+        kept: _Speculation,
+        maker: Maker | None,
         log_qs: list[Tensor | None],
         looked_up: tuple[int, ...],
     ) -> None:
-        sequence_id = end.row.sequence_id
-        kept = self._kept.setdefault(sequence_id, _Speculation())
         kept.learn(end)
         kept.made_by, kept.looked_up = maker, looked_up
         kept.log_qs = log_qs if self._sampler.by_rejection else []
         # a text of which it did not see every token (a warm-up's) is of no use to it
-        if kept.lookup is not None and len(kept.lookup) == end.position - len(end.accepted):
-            kept.lookup.extend(end.new_token_ids)
+        lookup = kept.lookup
+        if lookup is not None and len(lookup) == end.position - end.num_accepted:
+            lookup.extend(end.new_token_ids)
 
 
-def _start(end: TextEnd, known: KnownStates) -> DraftStart:
-    assert end.token_id is not None, "drafts follow a sampled token"
-    return DraftStart(
-        sequence_id=end.row.sequence_id,
-        token_id=end.token_id,
-        block_ids=end.row.block_ids,
-        known=known,
-        num_wanted=end.row.num_drafts_wanted,
+def _known_end(end: TextEnd, kept: _Speculation, maker: Maker | None) -> KnownEnd:
+    """Return what the drafter is to know of a text, and to guess if it is who makes drafts."""
+    row, asks, num_accepted = end.row, maker == "mtp", end.num_accepted
+    position = end.position
+    return KnownEnd(
+        sequence_id=row.sequence_id,
+        token_ids=end.new_token_ids if asks else end.accepted,
+        start=position - num_accepted,
+        num_wrong=row.num_drafts - num_accepted,
+        hidden_row=end.hidden_row - num_accepted,
+        block_ids=row.block_ids,
+        num_wanted=row.num_drafts_wanted if asks else 0,
+        draw=kept.draw if position + 1 >= kept.drawn_from else None,
     )
 
 

@@ -46,8 +46,9 @@ async def serve(
     tokenizer: TextTokenizer,
     *,
     default_params: Mapping[str, float] | None = None,
+    told_to_stop: asyncio.Event | None = None,
 ) -> None:
-    """Listen until SIGTERM or SIGINT, then drain; a second signal stops at once.
+    """Listen until SIGTERM, SIGINT or `told_to_stop`, then drain; a second signal stops at once.
 
     While it drains new requests get a 503 and live ones may end, up to `drain_timeout_s`.
 
@@ -67,7 +68,10 @@ async def serve(
     with contextlib.ExitStack() as listeners:
         sockets = [listeners.enter_context(listen(host, port)) for _, host, port in servers]
         with _stopping_on_signals(
-            [server for server, _, _ in servers], gateway.requests, config.drain_timeout_s
+            [server for server, _, _ in servers],
+            gateway.requests,
+            config.drain_timeout_s,
+            told_to_stop or asyncio.Event(),
         ):
             await asyncio.gather(
                 *(
@@ -94,13 +98,17 @@ def _new_server(app: FastAPI) -> _Server:
 
 @contextlib.contextmanager
 def _stopping_on_signals(
-    servers: Sequence[uvicorn.Server], requests: LiveRequests, drain_timeout_s: float
+    servers: Sequence[uvicorn.Server],
+    requests: LiveRequests,
+    drain_timeout_s: float,
+    told_to_stop: asyncio.Event,
 ) -> Iterator[None]:
     """Let the first signal drain the servers and stop them, and a second one stop them at once."""
     loop = asyncio.get_running_loop()
-    drains: list[asyncio.Task[None]] = []
+    has_signal = False
 
-    async def drain() -> None:
+    async def drain_when_told() -> None:
+        await told_to_stop.wait()
         if requests:
             logger.info("finishing %d requests, up to %g s", len(requests), drain_timeout_s)
         num_cut = await requests.drain(drain_timeout_s)
@@ -110,22 +118,23 @@ def _stopping_on_signals(
             server.should_exit = True
 
     def stop() -> None:
-        if not drains:
-            drains.append(loop.create_task(drain()))
-            return
-        for server in servers:
-            server.force_exit = server.should_exit = True
+        nonlocal has_signal
+        told_to_stop.set()
+        if has_signal:
+            for server in servers:
+                server.force_exit = server.should_exit = True
+        has_signal = True
 
     stop_signals = (signal.SIGTERM, signal.SIGINT)
     for number in stop_signals:
         loop.add_signal_handler(number, stop)
+    drain = loop.create_task(drain_when_told())
     try:
         yield
     finally:
         for number in stop_signals:
             loop.remove_signal_handler(number)
-        for task in drains:
-            task.cancel()
+        drain.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:

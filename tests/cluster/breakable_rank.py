@@ -13,7 +13,7 @@ from pathlib import Path
 
 from whalepod.ep_comm.parallel import Note
 from whalepod.server.channel import EngineServer
-from whalepod.server.cluster.process import open_rank
+from whalepod.server.cluster.process import exit_at_once, open_rank
 from whalepod.server.cluster.seat import RankConfig
 from whalepod.server.codec import decode_value
 from whalepod.server.engine.process import ServedEngine, main_of
@@ -47,4 +47,4 @@ def open_breakable(
 
 
 if __name__ == "__main__":
-    sys.exit(main_of(sys.argv[1:], open_breakable, "rank"))
+    exit_at_once(main_of(sys.argv[1:], open_breakable, "rank"))

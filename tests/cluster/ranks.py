@@ -24,7 +24,7 @@ from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.presets import preset_config
 from whalepod.models.weights import DummyWeights, Weights
 from whalepod.mtp.depth import Depth, FixedDepth
-from whalepod.mtp.draft import Drafter
+from whalepod.mtp.draft import new_drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.scheduler import Scheduler
@@ -118,7 +118,7 @@ def new_core(
             MtpModule(model, weights, kernels, index=index, placement=placement)
             for index in range(settings.num_modules)
         ]
-        drafter = Drafter(modules, cache, batches, hidden_size=shape.config.hidden_size)
+        drafter = new_drafter(modules, cache, batches, hidden_size=shape.config.hidden_size)
         speculator = Speculator(drafter, sampler)
     scheduler = Scheduler(
         SchedulerConfig(

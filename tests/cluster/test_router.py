@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.fakes import FakeModel, expected_answer, make_core
+from tests.engine.fakes import expected_answer, make_core
 from tests.engine.test_channel import DEADLINE_S, engine, until
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.channel import EngineChannel
@@ -21,6 +21,8 @@ from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LONG = replace(SHORT, max_tokens=300)
+ENDLESS = replace(SHORT, max_tokens=3900)
+"""Runs for many times as long as the router takes to look at its ranks again."""
 PROMPT = (3, 1, 4, 1, 5)
 
 
@@ -78,7 +80,7 @@ class FakeRanks:
     def where(self, rank: int) -> str:
         return "it is in combine of layer 3"
 
-    def take_out(self, rank: int) -> None:
+    def take_out(self, rank: int, reason: str) -> None:
         self.taken_out.append(rank)
 
     def stop_replacing(self) -> None: ...
@@ -128,6 +130,11 @@ def run(
     asyncio.run(body())
 
 
+def roomy_cores() -> list[EngineCore]:
+    """Two engines for one request at a time each, which may be `ENDLESS`."""
+    return [make_core(max_num_seqs=1, max_model_len=4096) for _ in range(2)]
+
+
 def test_equal_requests_go_to_the_ranks_in_turn(tmp_path: Path) -> None:
     async def scenario(router: RankRouter, _: FakeRanks, cores: list[EngineCore]) -> None:
         for i in range(6):
@@ -154,7 +161,7 @@ def test_queued_requests_move_to_a_rank_that_becomes_free(tmp_path: Path) -> Non
     """The estimate was wrong: the rank with the small request is free long before the other."""
 
     async def scenario(router: RankRouter, _: FakeRanks, cores: list[EngineCore]) -> None:
-        endless = asyncio.create_task(read(router, request("endless", LONG, length=120)))
+        endless = asyncio.create_task(read(router, request("endless", ENDLESS, length=120)))
         await until(lambda: router.stats.num_running == 1)
         busy = 0 if cores[0].stats.num_running else 1
         router._ranks[1 - busy].num_tokens += 10_000  # the other seems full
@@ -166,20 +173,14 @@ def test_queued_requests_move_to_a_rank_that_becomes_free(tmp_path: Path) -> Non
         assert cores[1 - busy].stats.generation_tokens == 6
         endless.cancel()
 
-    slow = FakeModel()
-    run(
-        tmp_path,
-        scenario,
-        make_core(max_num_seqs=1, model=slow),
-        make_core(max_num_seqs=1, model=slow),
-    )
+    run(tmp_path, scenario, *roomy_cores())
 
 
 def test_what_a_lost_rank_had_not_begun_runs_elsewhere_and_what_it_had_begun_fails(
     tmp_path: Path,
 ) -> None:
     async def scenario(router: RankRouter, ranks: FakeRanks, cores: list[EngineCore]) -> None:
-        begun = router.submit(request("begun", LONG))
+        begun = router.submit(request("begun", ENDLESS))
         await anext(begun)
         number = 0 if cores[0].has_work else 1
         router._ranks[1 - number].num_tokens += 10_000
@@ -197,7 +198,7 @@ def test_what_a_lost_rank_had_not_begun_runs_elsewhere_and_what_it_had_begun_fai
         await until(lambda: router.failure is not None)
         assert router.failure == f"rank {number} cannot be replaced: there is no other"
 
-    run(tmp_path, scenario, make_core(max_num_seqs=1), make_core(max_num_seqs=1))
+    run(tmp_path, scenario, *roomy_cores())
 
 
 def test_a_rank_that_came_back_gets_requests_again(tmp_path: Path) -> None:

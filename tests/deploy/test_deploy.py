@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 import whalepod
-from whalepod.server.config import EngineConfig, GatewayConfig
+from whalepod.server.cluster.nodes import NodePlan
+from whalepod.server.config import EngineConfig, GatewayConfig, NodesConfig
 from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.messages import Stats
+from whalepod.tools import cli
 from whalepod.tools.flags import ENV_PREFIX, flags_of
 from whalepod.tools.grafana import dashboard, text
 
@@ -109,6 +112,50 @@ def test_prometheus_scrapes_the_service_and_grafana_reads_prometheus() -> None:
     (provider,) = load("grafana-dashboards.yaml")["providers"]
     mounted = [volume.split(":")[1] for volume in services["grafana"]["volumes"]]
     assert f"{provider['options']['path']}/whalepod.json" in mounted
+
+
+def test_pods_of_a_leader_worker_set_start_a_leader_and_workers_that_fit_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents = yaml.safe_load_all((DEPLOY / "leader-worker-set.yaml").read_text("utf-8"))
+    group, service, policy = documents
+    template = group["spec"]["leaderWorkerTemplate"]
+    started: dict[str, tuple[EngineConfig, NodePlan | None]] = {}
+
+    def serve(engine: EngineConfig, gateway: GatewayConfig, plan: NodePlan | None) -> int:
+        started["serve"] = (engine, plan)
+        assert gateway.host == "0.0.0.0"
+        assert gateway.asks_for_key
+        return 0
+
+    def work(engine: EngineConfig, plan: NodePlan) -> int:
+        started["worker"] = (engine, plan)
+        return 0
+
+    monkeypatch.setattr("whalepod.tools.serve.serve", serve)
+    monkeypatch.setattr("whalepod.tools.serve.work", work)
+    monkeypatch.setenv("LWS_GROUP_SIZE", str(template["size"]))
+    monkeypatch.setenv("LWS_LEADER_ADDRESS", "whalepod-0.whalepod.default")
+    for index, name in enumerate(("leaderTemplate", "workerTemplate")):
+        (container,) = template[name]["spec"]["containers"]
+        volumes = {volume["name"] for volume in template[name]["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        monkeypatch.setenv("LWS_WORKER_INDEX", str(index))
+        assert cli.main(container["args"]) == 0
+
+    (leader, first), (worker, second) = started["serve"], started["worker"]
+    assert leader == worker, "the flags of both must be the same"
+    assert first is not None
+    assert second is not None
+    assert [*first.ranks, *second.ranks] == list(range(leader.parallel.expert_parallel_size))
+    leader_labels = template["leaderTemplate"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= leader_labels.items()
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= leader_labels.items()
+    ports = {
+        p["name"]: p["containerPort"]
+        for p in template["leaderTemplate"]["spec"]["containers"][0]["ports"]
+    }
+    assert ports == {"http": GatewayConfig().port, "rendezvous": NodesConfig().master_port}
 
 
 def test_the_dashboard_has_json_that_grafana_imports() -> None:

@@ -1,9 +1,8 @@
-"""`whalepod serve --ep 2` as clients and operators see it."""
+"""`whalepod serve --ep R` as clients and operators see it."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.end_to_end.asking import answers_of_one, ask_all, assert_equal_answers, mixed_bodies
 from tests.end_to_end.conftest import serve
-from tests.end_to_end.test_serving import PATIENCE_S
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
-
-async def ask_all(address: str, bodies: list[dict[str, Any]]) -> list[Any]:
-    async with httpx2.AsyncClient(timeout=PATIENCE_S) as client:
-
-        async def ask(body: dict[str, Any]) -> Any:
-            response = await client.post(f"{address}/v1/completions", json=body)
-            assert response.status_code == 200, response.text
-            choice = response.json()["choices"][0]
-            return choice["token_ids"], choice["logprobs"]["token_logprobs"]
-
-        return await asyncio.gather(*(ask(body) for body in bodies))
 
 
 @pytest.fixture(scope="module")
@@ -38,35 +25,49 @@ def two_ranks(nano_folder: Path) -> Iterator[str]:
         yield address
 
 
-def test_two_ranks_answer_over_http_with_the_bits_of_one(
-    invariant_server: str, two_ranks: str
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "count"),
+    [
+        ("nano", 4, 24),
+        ("tiny", 2, 12),
+        pytest.param("nano", 2, 64, marks=pytest.mark.long),
+        pytest.param("nano", 4, 64, marks=pytest.mark.long),
+        pytest.param("tiny", 2, 64, marks=pytest.mark.long),
+    ],
+)
+def test_ranks_answer_over_http_with_the_bits_of_one_rank(
+    nano_folder: Path, model: str, num_ranks: int, count: int
 ) -> None:
-    rng = random.Random(8)
-    bodies: list[dict[str, Any]] = [
-        {
-            "model": "nano",
-            "prompt": [rng.randrange(10, 500) for _ in range(rng.choice((3, 64, 90)))],
-            "max_tokens": 8,
-            "logprobs": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **({"temperature": 0.0} if i % 2 else {"temperature": 0.9, "top_p": 0.9, "seed": i}),
-        }
-        for i in range(16)
-    ]
-    expected = asyncio.run(ask_all(invariant_server, bodies))
-    assert asyncio.run(ask_all(two_ranks, bodies)) == expected
-    board = httpx2.get(f"{two_ranks}/cluster").json()
-    assert [rank["rank"] for rank in board["ranks"]] == [0, 1]
-    assert all(rank["generation_tokens"] for rank in board["ranks"])
-    assert board["stats"]["generation_tokens"] == 16 * 8
-    metrics = httpx2.get(f"{two_ranks}/metrics").text
-    assert 'whalepod_rank_num_requests_running{rank="1"} 0.0' in metrics
+    """Greedy and sampled, prompts in chunks, shared prefixes, drafts, clients that leave."""
+    folder = str(nano_folder) if model == "nano" else model
+    bodies = mixed_bodies(model, count)
+    expected = answers_of_one(folder, bodies)
+    with serve(
+        folder, "--ep", str(num_ranks), "--dtype", "fp32", "--batch-invariant",
+        "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "256",
+        "--kv-cache-memory", "16M",
+    ) as address:  # fmt: skip
+        assert_equal_answers(bodies, expected, asyncio.run(ask_all(address, bodies)))
+        board = httpx2.get(f"{address}/cluster").json()
+        assert [rank["rank"] for rank in board["ranks"]] == list(range(num_ranks))
+        assert all(rank["generation_tokens"] for rank in board["ranks"])
+        staying = [body["max_tokens"] for body in bodies if "leaves" not in body]
+        assert board["stats"]["generation_tokens"] >= sum(staying)
+        assert (
+            'whalepod_rank_num_requests_running{rank="1"} 0.0'
+            in httpx2.get(f"{address}/metrics").text
+        )
 
 
 def test_B115_one_request_does_not_wait_for_ranks_that_have_none(two_ranks: str) -> None:
     """The idle rank joins each dispatch and combine with no rows; afterwards both can be busy."""
-    body = {"model": "nano", "prompt": [5] * 70, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+    body: dict[str, Any] = {
+        "model": "nano",
+        "prompt": [5] * 70,
+        "max_tokens": 8,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
     body |= {"temperature": 0.0, "return_token_ids": True}
     before = httpx2.get(f"{two_ranks}/cluster").json()["ranks"]
 

@@ -26,6 +26,8 @@ LEAVING = 0.25
 SAMPLE_S = 1.0
 MAX_LAG_S = 0.05
 MAX_GROWTH_BYTES = 16 << 20
+MAX_EARLY_GROWTH_BYTES = 96 << 20
+"""In the first seconds: shapes of steps are still met for the first time, and recorded."""
 PATIENCE_S = 120
 
 pytestmark = pytest.mark.slow
@@ -129,6 +131,7 @@ def lag_s(before: dict[str, float], after: dict[str, float], share: float) -> fl
 
 @pytest.mark.parametrize("seconds", [8, pytest.param(120, marks=pytest.mark.long)])
 def test_streams_that_end_and_streams_that_are_left_leave_nothing_behind(seconds: int) -> None:
+    is_long = seconds > 60
     # so few blocks that all are soon in use: fresh ones are memory that was never touched
     with serve_process("tiny", "--kv-cache-memory", "48M") as (address, pid):
         processes = Processes(pid)
@@ -150,6 +153,6 @@ def test_streams_that_end_and_streams_that_are_left_leave_nothing_behind(seconds
 
     assert set(soak.ends) == {"done", "left"}
     assert blocks["free_"] + blocks["cached_"] == blocks[""]
-    assert max(soak.growth_bytes()) < MAX_GROWTH_BYTES
-    if seconds > 60:  # a short run on a shared machine says nothing of lags
+    assert max(soak.growth_bytes()) < (MAX_GROWTH_BYTES if is_long else MAX_EARLY_GROWTH_BYTES)
+    if is_long:  # a short run on a shared machine says nothing of lags
         assert lags[0.99] <= MAX_LAG_S

@@ -16,7 +16,8 @@ from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.mtp.depth import Depth
-from whalepod.mtp.draft import Drafter
+from whalepod.mtp.draft import new_drafter
+from whalepod.mtp.tail import Tail
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
@@ -146,6 +147,26 @@ class FakeMtp:
             dtype=torch.float32,
         )[:, None]
 
+    def end(self, previous_hidden_TH: Tensor, tail: Tail, cache: LatentCache) -> Tensor:
+        self.num_passes += 1
+        inputs = (tail.token_ids_T, previous_hidden_TH, tail.positions_T, tail.slots_T)
+        self.write_rows(*inputs, cache)
+        batch, (num_texts,) = tail.ends[0], tail.last_B.shape
+        assert torch.equal(tail.token_ids_T[tail.last_B], batch.token_ids_T)
+        hashes = [self._follow(batch, cache, b) for b in range(num_texts)]
+        return torch.tensor(hashes, dtype=torch.float32)[:, None]
+
+    def guess(self, previous_hidden_TH: Tensor, tail: Tail, cache: LatentCache) -> None:
+        hidden_BH = self.end(previous_hidden_TH, tail, cache)
+        for depth, drafts_B in enumerate(tail.drafts_KB):
+            if depth:
+                hidden_BH = self.forward(hidden_BH, tail.ends[depth], cache)
+            logits_BV, positions_B = self.logits(hidden_BH), tail.positions_of_drafts_KB[depth]
+            noise_BV = NoiseKernels().gumbel_noise(tail.seeds_B, positions_B, VOCAB_SIZE)
+            temperatures_B1 = tail.temperatures_B[:, None]
+            random_BV = logits_BV / temperatures_B1 + noise_BV
+            drafts_B[:] = torch.where(temperatures_B1 > 0, random_BV, logits_BV).argmax(dim=-1)
+
     def join(self) -> None:
         """Take part in nothing: it is alone."""
 
@@ -218,7 +239,9 @@ def make_core(
     )
     speculator = None
     if depth is not None:
-        drafter = Drafter([mtp or FakeMtp()], cache, batches, hidden_size=1) if has_mtp else None
+        drafter = (
+            new_drafter([mtp or FakeMtp()], cache, batches, hidden_size=1) if has_mtp else None
+        )
         speculator = Speculator(drafter, sampler, with_lookup=with_lookup)
     runner = Runner(model or FakeModel(), cache, sampler, batches, speculator)
     info = EngineInfo(

@@ -245,7 +245,7 @@ def test_last_words_of_the_engine_reach_its_readers_after_their_outputs(tmp_path
 def test_garbage_from_the_gateway_is_dropped_and_the_engine_goes_on(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with engine(tmp_path) as (channel, _):
-            channel._outbox.put_nowait(b"garbage")
+            channel._post(b"garbage")
             assert (await read(channel, request("a")))[-1].finish_reason == "length"
 
     asyncio.run(scenario())

@@ -15,6 +15,7 @@ from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server import codec
 from whalepod.server.config import EngineConfig, ModelSource
 from whalepod.server.messages import (
+    PROTOCOL_VERSION,
     Abort,
     EngineFailed,
     EngineInfo,
@@ -60,9 +61,13 @@ OUTPUTS = st.builds(
     index=INT64,
     token_ids=TOKENS,
     logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
+    prompt_logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
     num_cached_tokens=INT64,
+    queue_us=INT64,
     finish_reason=st.none() | st.text(),
     stop_token_id=st.none() | INT64,
+    num_accepted_drafts=INT64,
+    num_rejected_drafts=INT64,
     error=st.none() | st.text(),
 )
 MESSAGES: st.SearchStrategy[Any] = st.one_of(
@@ -79,7 +84,9 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
     st.builds(ResetPrefixCache),
     st.just(Shutdown()),
     st.builds(EngineInfo, load_seconds=NUMBERS, **ENGINE_NUMBERS),
-    st.builds(StepOutputs, outputs=st.lists(OUTPUTS, max_size=3).map(tuple), stats=STATS),
+    st.builds(
+        StepOutputs, outputs=st.lists(OUTPUTS, max_size=3).map(tuple), stats=st.none() | STATS
+    ),
     st.builds(Rejected, request_id=st.text(), code=st.text(), message=st.text()),
     st.builds(Pong, nonce=INT64, stats=STATS),
     st.builds(EngineFailed, message=st.text()),
@@ -116,7 +123,7 @@ def test_well_formed_maps_of_wrong_types_raise_message_errors_only(
     value: Any, name: str, field: str
 ) -> None:
     try:
-        codec.decode(msgpack.packb({"v": 1, "t": name, field: value}))
+        codec.decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": name, field: value}))
     except MessageError:
         return
 
@@ -127,23 +134,32 @@ def wire(message: Any, **changes: Any) -> bytes:
 
 def test_unknown_fields_are_ignored() -> None:
     assert codec.decode(wire(Ping(nonce=3), colour="blue")) == Ping(nonce=3)
+    output = SequenceOutput(request_id="a", index=0, token_ids=(5,))
+    told = StepOutputs(outputs=(output,))
+    assert codec.decode(wire(told, outputs=[[*output, "blue"]])) == told
+    assert codec.decode(wire(told, outputs=[["a", 0, [5]]])) == told
 
 
 @pytest.mark.parametrize(
     ("frame", "says"),
     [
-        (wire(Ping(nonce=3), v=2), "version 2"),
+        (wire(Ping(nonce=3), v=1), "version 1"),
         (wire(Ping(nonce=3), t="Pang"), "Pang"),
         (wire(Ping(nonce=3), t=["Ping"]), "unknown message type"),
         (wire(Ping(nonce=3), nonce="3"), "Ping.nonce"),
         (wire(Ping(nonce=3), nonce=True), "Ping.nonce"),
         (wire(Ping(nonce=3), nonce=2**63), "64-bit"),
-        (msgpack.packb({"v": 1, "t": "Ping"}), "nonce is missing"),
+        (msgpack.packb({"v": PROTOCOL_VERSION, "t": "Ping"}), "nonce is missing"),
         (msgpack.packb([1, 2]), "a message is a map"),
-        (msgpack.packb({"v": 1, "t": "Ping", 5: 5}), "not msgpack"),
+        (msgpack.packb({"v": PROTOCOL_VERSION, "t": "Ping", 5: 5}), "not msgpack"),
         (b"", "not msgpack"),
         (b"\x91" * 100_000, "not msgpack"),
-        (wire(StepOutputs(outputs=()), outputs=[{"index": 0}]), "request_id is missing"),
+        (wire(StepOutputs(outputs=()), outputs=[["a"]]), "index is missing"),
+        (
+            wire(StepOutputs(outputs=()), outputs=[["a", 0, [1], "b"]]),
+            "outputs.logprobs: expected a list",
+        ),
+        (wire(StepOutputs(outputs=()), outputs=[{"index": 0}]), "expected a list, got dict"),
     ],
 )
 def test_a_bad_frame_is_refused_and_its_fault_named(frame: bytes, says: str) -> None:
@@ -171,10 +187,9 @@ def test_oversized_frames_are_refused_both_ways(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_fields_at_their_defaults_do_not_travel_but_zeros_that_are_not_do() -> None:
-    output = SequenceOutput(request_id="a", index=0, token_ids=(5,))
-    frame = msgpack.unpackb(codec.encode(StepOutputs(outputs=(output,))))
+    pong = msgpack.unpackb(codec.encode(Pong(nonce=0, stats=Stats(num_steps=5))))
 
-    assert frame["outputs"] == [{"request_id": "a", "index": 0, "token_ids": [5]}]
+    assert pong == {"v": PROTOCOL_VERSION, "t": "Pong", "nonce": 0, "stats": {"num_steps": 5}}
     changed = replace(SamplingParams(), temperature=0.0, logit_bias={5: 0.0})
     submit = Submit(request_id="a", prompt_token_ids=(), params=changed)
     assert codec.decode(codec.encode(submit)) == submit

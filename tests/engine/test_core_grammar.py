@@ -2,76 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Self
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from tests.engine.fakes import EOS, VOCAB_SIZE, FakeMtp, encode_letters, make_core, run_to_end
+from tests.ladders import LadderCompiler, Rungs
 from whalepod.mtp.depth import FixedDepth
 from whalepod.scheduler.params import Constraint, SamplingParams
 from whalepod.server.engine.core import MAX_COMPILING, EngineCore
 from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.messages import Abort, Rejected, Submit
-from whalepod.server.structured.interface import GrammarError, Matcher
 
 THINK_END = 49
 RULE = Constraint(kind="lark", grammar="12")
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=40, constraint=RULE)
 
 
-class Ladder:
-    """Token i of a text must be i + 1 modulo 7; after `length` tokens it must end."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._num_tokens = 0
-
-    def consume(self, token_id: int) -> bool:
-        fits = bool(self.allowed()[token_id])
-        self._num_tokens += fits
-        return fits
-
-    def rollback(self, num_tokens: int) -> None:
-        self._num_tokens -= num_tokens
-
-    def allowed(self) -> NDArray[np.bool_]:
-        if self._num_tokens > 100:
-            raise GrammarError("too high")
-        mask_V = np.zeros(VOCAB_SIZE, np.bool_)
-        if self._num_tokens == self._length:
-            mask_V[EOS] = True
-        else:
-            mask_V[1 + self._num_tokens % 7 : THINK_END : 7] = True
-        return mask_V
-
-    def copy(self) -> Self:
-        copied = type(self)(self._length)
-        copied._num_tokens = self._num_tokens
-        return copied
-
-
-class LadderCompiler:
-    """Compiles a number to a ladder of that length, once `gate` is open."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def compile(self, constraint: Constraint) -> Matcher:
-        assert self.gate.wait(10)
-        if not constraint.grammar.isdecimal():
-            raise GrammarError(f"{constraint.grammar} is no number")
-        return Ladder(int(constraint.grammar))
-
-
 @pytest.fixture
 def compiler() -> LadderCompiler:
-    return LadderCompiler()
+    return LadderCompiler(
+        Rungs(first=1, num_rungs=7, end=THINK_END, vocab_size=VOCAB_SIZE, eos=EOS)
+    )
 
 
 @pytest.fixture

@@ -81,10 +81,10 @@ def test_the_nucleus_of_a_large_vocabulary_is_that_of_the_whole_sort(
     logits = np.random.default_rng(1).normal(size=5000).astype(np.float32) * spread
     params = SamplingParams(top_p=top_p)
 
-    kept = restrict(torch.from_numpy(logits)[None].clone(), [SamplingState(params, [1], 0)])
+    kept = restrict(logits[None].copy(), [SamplingState(params, [1], 0)])
 
     expected = plain_sampler.restricted(logits, params)
-    assert np.array_equal(np.isfinite(kept[0].numpy()), np.isfinite(expected))
+    assert np.array_equal(np.isfinite(kept[0]), np.isfinite(expected))
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 def test_top_k_keeps_all_that_tie_with_the_last() -> None:
     states = [SamplingState(SamplingParams(top_k=2), [1], 0)]
-    kept = restrict(torch.tensor([[3.0, 2.0, 2.0, 1.0]]), states).isfinite()
+    kept = restrict(np.array([[3.0, 2.0, 2.0, 1.0]], dtype=np.float32), states)
 
-    assert kept.tolist() == [[True, True, True, False]]
+    assert np.isfinite(kept).tolist() == [[True, True, True, False]]
 
 
 def test_rows_that_are_not_finite_are_faults_and_their_neighbours_are_not() -> None:

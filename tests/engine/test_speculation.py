@@ -459,8 +459,7 @@ def test_random_histories_give_every_request_its_own_text(
 
 
 def _join(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
-    return replace(
-        second,
+    return second._replace(
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
     )

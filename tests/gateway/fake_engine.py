@@ -105,11 +105,11 @@ class FakeEngine:
             num_cached_tokens=self.num_cached_tokens,
         )
         if left == 0:
-            return [replace(base, finish_reason="length")]
+            return [base._replace(finish_reason="length")]
         for step in self._steps(request, index):
             if step == ("!raise",):
                 error = "the step failed"
-                return [*outputs, replace(base, finish_reason="error", error=error)]
+                return [*outputs, base._replace(finish_reason="error", error=error)]
             ids = tuple(step)[:left]
             left -= len(ids)
             reason, stop_token = None, None
@@ -119,14 +119,12 @@ class FakeEngine:
             elif left == 0:
                 reason = "length"
             if self.num_rejected_drafts is not None:
-                base = replace(
-                    base,
+                base = base._replace(
                     num_accepted_drafts=len(ids) - 1,
                     num_rejected_drafts=self.num_rejected_drafts,
                 )
             outputs.append(
-                replace(
-                    base,
+                base._replace(
                     token_ids=ids,
                     logprobs=self._logprobs(request, ids),
                     finish_reason=reason,

@@ -45,9 +45,9 @@ def serving(app: FastAPI) -> Iterator[int]:
         assert not thread.is_alive()
 
 
-def wait_until(holds: Callable[[], object]) -> None:
+def wait_until(holds: Callable[[], object], within_s: float = DEADLINE_S) -> None:
     """Return as soon as `holds()` is true; fail after a deadline."""
-    deadline_s = monotonic() + DEADLINE_S
+    deadline_s = monotonic() + within_s
     while not holds():
         assert monotonic() < deadline_s, "the condition did not come true in time"
         sleep(0.005)

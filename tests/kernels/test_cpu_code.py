@@ -22,9 +22,9 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 EMITTED_CODE = """
 import torch
-from whalepod.kernels.cpu import dense, experts, int8_regions, regions
-for region in (dense.LINEAR, experts.EXPERTS, int8_regions.LINEAR_INT8):
-    code = regions.compile_function(region, torch.bfloat16, is_cached=False).assembly()
+from whalepod.kernels.cpu import attention, dense, experts, int8_regions, regions
+for region in (dense.LINEAR, experts.EXPERTS, int8_regions.LINEAR_INT8, attention.ATTENTION):
+    code = regions.compile_afresh(region, torch.bfloat16).assembly()
     print(*(code.count(name) for name in ("vdpbf16ps", "tdpbf16ps", "vpdpbusd")))
 """
 
@@ -39,8 +39,10 @@ def test_products_use_the_instructions_of_their_kind(tmp_path: os.PathLike[str])
         NUMBA_CPU_FEATURES=",".join(f"+{name}" for name in features.split()),
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    linear, experts, int8 = ([int(n) for n in line.split()] for line in run.stdout.splitlines())
-    for vectors, tiles, _ in (linear, experts):
+    linear, experts, int8, attention = (
+        [int(n) for n in line.split()] for line in run.stdout.splitlines()
+    )
+    for vectors, tiles, _ in (linear, experts, attention):
         assert vectors >= 16
         assert tiles >= 4
     assert int8[2] >= 16
@@ -121,15 +123,18 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_threads:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_has_the_same_bits_split_or_not(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("width", "rank"), [(48, 32), (96, 64)])
+def test_attention_has_the_same_bits_split_or_not(
+    dtype: torch.dtype, width: int, rank: int
+) -> None:
     num_tokens, num_keys = 12, 1200
-    cache = random(20, 64, 48, dtype=dtype)
+    cache = random(20, 64, width, dtype=dtype)
     tables = torch.arange(20, dtype=torch.int32).repeat(num_tokens, 1)
-    q = random(num_tokens, 5, 48, dtype=dtype, seed=1)
+    q = random(num_tokens, 5, width, dtype=dtype, seed=1)
     starts = torch.arange(num_tokens + 1, dtype=torch.int32)
     lens = torch.full((num_tokens,), num_keys, dtype=torch.int32)
-    walked = KERNELS.mla_attention(q, cache, starts, lens, tables, 0.2, 32)
-    apart = KERNELS.mla_attention(q[:1], cache, starts[:2], lens[:1], tables[:1], 0.2, 32)
+    walked = KERNELS.mla_attention(q, cache, starts, lens, tables, 0.2, rank)
+    apart = KERNELS.mla_attention(q[:1], cache, starts[:2], lens[:1], tables[:1], 0.2, rank)
     assert torch.equal(apart[0], walked[0][:1])
     assert torch.equal(apart[1], walked[1][:1])
 

@@ -241,6 +241,20 @@ def test_gumbel_noise_is_bit_equal() -> None:
     assert CPU.gumbel_noise(seeds[:0], positions[:0], 10).shape == (0, 10)
 
 
+@pytest.mark.parametrize("width", [1, 5, 16, 17, 1536, 4097])
+def test_draws_are_those_of_the_reference(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    logits_BV = torch.randn(7, width, generator=generator) * 3
+    logits_BV[1] = logits_BV[1].round()  # ties: the first counts
+    logits_BV[2, ::2] = -torch.inf
+    temperatures_B = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.7, 1.3, 0.2])
+    seeds_B = torch.randint(-(2**62), 2**62, (7,), generator=generator)
+    positions_B, actual, expected = torch.arange(7) * 17, *torch.full((2, 7), -1)
+    CPU.draw(logits_BV, temperatures_B, seeds_B, positions_B, actual)
+    REFERENCE.draw(logits_BV, temperatures_B, seeds_B, positions_B, expected)
+    assert actual.tolist() == expected.tolist()
+
+
 def test_gumbel_noise_of_many_tokens_is_bit_equal() -> None:
     seeds, positions = torch.arange(20), torch.arange(20) * 1000
     actual = CPU.gumbel_noise(seeds, positions, 32_768)
@@ -298,11 +312,33 @@ def test_mla_attention(
     assert_close(lse, expected_lse, 1e-5)
 
 
+def test_attention_raises_its_maximum_when_later_keys_exceed_it() -> None:
+    """Later pages, then one early key, score hundreds higher than what was summed before them."""
+    num_keys, width, rank = 300, 96, 64
+    cache, tables = make_cache([num_keys], width, torch.bfloat16, spare_blocks=0)
+    q = random(1, 16, width, dtype=torch.bfloat16)
+    for position, factor in ((150, 20.0), (299, 40.0)):
+        cache[tables[0, position // BLOCK_TOKENS], position % BLOCK_TOKENS] = q[0, 3] * factor
+    starts, lens = torch.tensor([0, 1]).int(), torch.tensor([num_keys]).int()
+    arguments = (q, cache, starts, lens, tables, 0.1, rank)
+    o, lse = CPU.mla_attention(*arguments)
+    expected_o, expected_lse = REFERENCE.mla_attention(*arguments)
+    assert float(expected_lse[0, 3]) > 300
+    assert_close(o, expected_o, 1e-2)
+    assert_close(lse, expected_lse, 1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (5, 70), (64, 64), (100, 333)])
-def test_mla_prefill(dtype: torch.dtype, num_queries: int, num_keys: int) -> None:
-    q, k = random(num_queries, 4, 48, dtype=dtype), random(num_keys, 4, 48, dtype=dtype, seed=1)
-    v = random(num_keys, 4, 32, dtype=dtype, seed=2)
+@pytest.mark.parametrize(("width", "value_width"), [(48, 32), (96, 64)])
+def test_mla_prefill(
+    dtype: torch.dtype, num_queries: int, num_keys: int, width: int, value_width: int
+) -> None:
+    q, k = (
+        random(num_tokens, 4, width, dtype=dtype, seed=seed)
+        for seed, num_tokens in enumerate((num_queries, num_keys))
+    )
+    v = random(num_keys, 4, value_width, dtype=dtype, seed=2)
     assert_close(
         CPU.mla_prefill(q, k, v, 0.15), REFERENCE.mla_prefill(q, k, v, 0.15), 2 * TOLERANCE[dtype]
     )

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Self
 
-import numpy as np
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 import whalepod.models
+from tests.ladders import Rungs
 from tests.models.oracle import random_ids
 from tests.mtp.speculating import EOS, VOCAB_SIZE
 from whalepod.mtp.depth import AdaptiveDepth
@@ -23,7 +21,6 @@ from whalepod.server.gateway.events import Finished, TextDelta
 from whalepod.server.gateway.generation import ChoiceDecoder, PromptRun
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Abort, StepOutputs, Submit
-from whalepod.server.structured.interface import Matcher
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=24, logprobs=0, seed=3)
@@ -34,7 +31,8 @@ PENALISED = replace(
 PATIENT = replace(PENALISED, min_tokens=4, min_p=0.05)
 # few tokens, so that texts repeat themselves and lookup has something to find
 NARROW = replace(SAMPLED, logit_bias=dict.fromkeys((20, 55, 70), 40.0), frequency_penalty=0.2)
-IN_STAIRS = replace(SAMPLED, constraint=Constraint(kind="lark", grammar="17"))
+RUNGS = Rungs(first=3, num_rungs=3, end=VOCAB_SIZE, vocab_size=VOCAB_SIZE, eos=EOS)
+ON_A_LADDER = replace(SAMPLED, constraint=Constraint(kind="lark", grammar="17"))
 
 
 class CycledDepth:
@@ -59,42 +57,6 @@ class SteadyDepth(AdaptiveDepth):
         draft_us = 30 * record.num_passes
         step_us = 100 + 5 * record.num_tokens + draft_us
         super().observe(replace(record, step_time_us=step_us, draft_time_us=draft_us))
-
-
-class Stairs:
-    """A grammar: token i of an answer is i modulo 3; after `length` tokens it ends."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._num_tokens = 0
-
-    def consume(self, token_id: int) -> bool:
-        fits = bool(self.allowed()[token_id])
-        self._num_tokens += fits
-        return fits
-
-    def rollback(self, num_tokens: int) -> None:
-        self._num_tokens -= num_tokens
-
-    def allowed(self) -> NDArray[np.bool_]:
-        mask_V = np.zeros(VOCAB_SIZE, np.bool_)
-        if self._num_tokens == self._length:
-            mask_V[EOS] = True
-        else:
-            mask_V[3 + self._num_tokens % 3 :: 3] = True
-        return mask_V
-
-    def copy(self) -> Self:
-        copied = type(self)(self._length)
-        copied._num_tokens = self._num_tokens
-        return copied
-
-
-class StairsCompiler:
-    """Compiles a number to stairs of that length."""
-
-    def compile(self, constraint: Constraint) -> Matcher:
-        return Stairs(int(constraint.grammar))
 
 
 @dataclass(frozen=True)
@@ -131,7 +93,7 @@ arrivals = st.builds(
     own_seed=st.integers(0, 2),
     params=st.builds(
         replace,
-        st.sampled_from([GREEDY, SAMPLED, PENALISED, PATIENT, NARROW, IN_STAIRS]),
+        st.sampled_from([GREEDY, SAMPLED, PENALISED, PATIENT, NARROW, ON_A_LADDER]),
         max_tokens=st.sampled_from([4, 9, 24]),
         stop_token_ids=st.sampled_from([(), (5, 9, 30, 31)]),
         ignore_eos=st.booleans(),

@@ -15,7 +15,7 @@ from whalepod.kernels.cpu import CpuKernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.mtp.depth import Depth, FixedDepth
-from whalepod.mtp.draft import Drafter
+from whalepod.mtp.draft import new_drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.plan import Plan, StepResult
@@ -61,9 +61,9 @@ def make_models(num_modules: int = 1) -> Models:
         identity = torch.eye(hidden)
         for layer in mtp_oracle.layers:
             layer.eh_proj.weight.copy_(torch.cat([identity, 0.1 * identity], dim=1))
-    model = make_model(oracle, CpuKernels(is_invariant=True))
-    weights = MtpOracleWeights(oracle, mtp_oracle)
     kernels = CpuKernels(is_invariant=True)
+    model = make_model(oracle, kernels)
+    weights = MtpOracleWeights(oracle, mtp_oracle)
     modules = tuple(MtpModule(model, weights, kernels, index=index) for index in range(num_modules))
     return Models(oracle, mtp_oracle, model, modules)
 
@@ -119,7 +119,7 @@ def make_engine(settings: Settings) -> EngineCore:
     hidden_size = models.model.config.hidden_size
     drafter = None
     if settings.num_modules:
-        drafter = Drafter(models.modules, cache, batches, hidden_size=hidden_size)
+        drafter = new_drafter(models.modules, cache, batches, hidden_size=hidden_size)
     scheduler = Scheduler(
         limits,
         num_blocks=settings.num_blocks,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from whalepod.mtp.depth import AdaptiveDepth, FixedDepth
 from whalepod.mtp.stats import (
+    LEAST_OF_STEPS,
     ONE,
     AcceptanceAverage,
+    LeastTimes,
     StepRecord,
-    TimeAverages,
     count_by_position,
     size_bucket,
 )
@@ -154,7 +156,7 @@ def test_averages_are_integers_between_nothing_and_all() -> None:
 
 
 def test_times_between_measured_sizes_are_interpolated() -> None:
-    times = TimeAverages()
+    times = LeastTimes()
     assert times.estimate(3) is None
     times.observe(2, 1000)
     assert times.estimate(100) == 1000  # unknown, so worth a try
@@ -162,17 +164,71 @@ def test_times_between_measured_sizes_are_interpolated() -> None:
     times.observe(6, 2000)
     assert times.estimate(4) == 1500
     times.observe(6, 1_000_000)  # a disturbed step
-    assert times.estimate(6) == 2000 + 1000 // 16
+    assert times.estimate(6) == 2000
 
 
 def test_a_disturbed_first_measurement_is_mended_by_the_next_and_by_larger_sizes() -> None:
-    times = TimeAverages()
+    times = LeastTimes()
     times.observe(2, 50_000)
     times.observe(5, 3_000)
     assert times.estimate(2) == 3_000
-    for _ in range(9):
-        times.observe(2, 1_000)
-    assert times.estimate(2) < 1_100
+    times.observe(2, 1_000)
+    assert times.estimate(2) == 1_000
+
+
+def test_steps_that_became_longer_are_noticed_after_two_windows() -> None:
+    times = LeastTimes()
+    times.observe(2, 1_000)
+    for _ in range(LEAST_OF_STEPS):
+        times.observe(2, 3_000)
+    assert times.estimate(2) == 1_000
+    for _ in range(LEAST_OF_STEPS):
+        times.observe(2, 3_000)
+    assert times.estimate(2) == 3_000
+
+
+def test_a_run_moves_the_averages_as_its_counts_do() -> None:
+    by_counts, by_runs = AcceptanceAverage(4, memory=8), AcceptanceAverage(4, memory=8)
+    rng = random.Random(2)
+    for _ in range(300):
+        num_drafts = rng.randint(1, 4)
+        run = (num_drafts, rng.randint(0, num_drafts))
+        by_counts.observe(*count_by_position([run]))
+        by_runs.observe_run(*run)
+        assert by_counts.shares == by_runs.shares
+
+
+@pytest.mark.parametrize("best", [1, 2, 3])
+def test_the_cost_of_drafts_is_measured_for_each_depth(best: int) -> None:
+    """Passes cost nothing up to one depth, and much behind it."""
+    machine = Machine(GOOD, token_us=1, fixed_us=500, pass_us=0)
+
+    def step(num_rows: int, num_drafts: int, num_passes: int) -> StepRecord:
+        record = Machine.step(machine, num_rows, num_drafts, num_passes)
+        draft_us = 5000 * max(num_passes - best, 0)
+        return replace(record, step_time_us=record.step_time_us + draft_us, draft_time_us=draft_us)
+
+    machine.step = step  # type: ignore[method-assign]
+    chosen = play(AdaptiveDepth(4), machine, 1, 400)
+    assert chosen[-100:].count(best) > 80
+
+
+def test_the_choice_holds_where_most_steps_are_disturbed() -> None:
+    """A busy machine: three steps of four take up to ten times as long."""
+    machine = Machine(GOOD, token_us=20)
+
+    def step(num_rows: int, num_drafts: int, num_passes: int) -> StepRecord:
+        record = Machine.step(machine, num_rows, num_drafts, num_passes)
+        factor = 1 if machine.rng.random() < 0.25 else 1 + 9 * machine.rng.random()
+        return replace(
+            record,
+            step_time_us=int(record.step_time_us * factor),
+            draft_time_us=int(record.draft_time_us * factor),
+        )
+
+    machine.step = step  # type: ignore[method-assign]
+    chosen = play(AdaptiveDepth(4), machine, 1, 600)
+    assert sum(chosen[300:]) > 3.5 * 300
 
 
 def test_buckets_are_exact_for_small_sizes_and_never_shrink() -> None:

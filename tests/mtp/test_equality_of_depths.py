@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, seed, settings, strategies as st
 
 from tests.equality import assert_bit_equal
+from tests.ladders import LadderCompiler
 from tests.mtp.histories import (
+    RUNGS,
     Answer,
     Arrival,
     Client,
     CycledDepth,
-    StairsCompiler,
     SteadyDepth,
     arrivals,
 )
@@ -23,13 +24,15 @@ from whalepod.mtp.depth import Depth
 from whalepod.server.engine.grammar import GrammarStore
 
 NUM_HISTORIES = max(settings.default.max_examples // 5, 1)
+MAX_HISTORIES_OF_PART = 100
+NUM_PARTS = -(-NUM_HISTORIES // MAX_HISTORIES_OF_PART)
 
 _lone_answers: dict[tuple[tuple[int, ...], str, int], Answer] = {}
 
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[GrammarStore]:
-    store = GrammarStore(StairsCompiler)
+    store = GrammarStore(lambda: LadderCompiler(RUNGS))
     yield store
     store.close()
 
@@ -45,15 +48,34 @@ def lone_answer(arrival: Arrival, index: int, grammars: GrammarStore) -> Answer:
     return _lone_answers[key]
 
 
-@given(
-    history=st.lists(arrivals, min_size=1, max_size=5),
-    depths=st.sampled_from([(1,), (2,), (3,), (4,), (0, 4), (4, 1, 0, 2), None]),
-    num_blocks=st.sampled_from([4, 6, 32]),
-    chunk=st.sampled_from([6, 29, 64]),
-    drafters=st.sampled_from([(1, False), (1, True), (2, False), (3, True), (0, True)]),
-)
-@settings(max_examples=NUM_HISTORIES)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_histories_give_the_bits_of_a_lone_run_without_drafts(
+    grammars: GrammarStore, part: int
+) -> None:
+    """2,000 histories with the profile `long`, in parts that can be run one by one."""
+
+    @seed(part)
+    @settings(max_examples=min(NUM_HISTORIES, MAX_HISTORIES_OF_PART))
+    @given(
+        history=st.lists(arrivals, min_size=1, max_size=5),
+        depths=st.sampled_from([(1,), (2,), (3,), (4,), (0, 4), (4, 1, 0, 2), None]),
+        num_blocks=st.sampled_from([4, 6, 32]),
+        chunk=st.sampled_from([6, 29, 64]),
+        drafters=st.sampled_from([(1, False), (1, True), (2, False), (3, True), (0, True)]),
+    )
+    def check(
+        history: list[Arrival],
+        depths: tuple[int, ...] | None,
+        num_blocks: int,
+        chunk: int,
+        drafters: tuple[int, bool],
+    ) -> None:
+        check_history(grammars, history, depths, num_blocks, chunk, drafters)
+
+    check()
+
+
+def check_history(
     grammars: GrammarStore,
     history: list[Arrival],
     depths: tuple[int, ...] | None,

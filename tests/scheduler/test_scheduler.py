@@ -221,9 +221,9 @@ def test_run_of_accepted_tokens_is_cut_at_the_first_end(
     run = (3, EOS, 4, 5)[: drafts + 1]
     (output,) = finish_with(scheduler, plan, run)
     if params.get("max_tokens") == 2:  # the last allowed token leaves no place for drafts
-        output.token_ids = [9, *output.token_ids]
-    assert outputs[0].token_ids == [9]
-    assert tuple(output.token_ids) == kept
+        output = output._replace(token_ids=(9, *output.token_ids))
+    assert outputs[0].token_ids == (9,)
+    assert output.token_ids == kept
     assert (output.finish_reason, output.stop_token_id) == (reason, stop_token_id)
     assert [logprob.token_id for logprob in output.logprobs] == [t for t in kept if t != 9]
     assert scheduler.has_work == (reason is None)
@@ -552,7 +552,7 @@ def test_result_that_does_not_fit_the_plan_changes_nothing(
     with pytest.raises(ValueError, match="step 9, but the step in flight is 1"):
         scheduler.finish(StepResult(step=9, rows=()))
     (output,) = finish_with(scheduler, plan, (4,))
-    assert output.token_ids == [4]
+    assert output.token_ids == (4,)
 
 
 def test_accepted_tokens_must_be_the_drafts() -> None:

@@ -46,7 +46,7 @@ class FakeServer:
     async def _get(self, path: str, send: Any) -> None:
         if path == "/v1/models":
             await self._reply(send, 200, {"data": [{"id": "fake"}]})
-        elif path == "/ready":
+        elif path in ("/ready", "/health"):
             await self._reply(send, 200 if self.ready else 503, {"reason": "loading"})
         elif path == "/metrics":
             await self._reply(send, 200, METRICS)

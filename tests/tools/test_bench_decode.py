@@ -36,6 +36,10 @@ def test_every_depth_writes_the_same_and_figures_add_up(
     assert results[0]["speedup"] == results[6]["speedup"] == 1.0
     assert results[0]["mean_depth"] == 0.0
     assert results[4]["mean_depth"] > 1.5
+    for step, batch_size in zip(report["steps"], (1, 3), strict=True):
+        assert (step["batch_size"], step["num_steps"] > 30) == (batch_size, True)
+        assert set(step["median_us"]) == {"scheduler", "batch", "model", "sampler", "wire", "loop"}
+        assert min(step["least_us"].values()) > 0
 
 
 def test_the_table_names_model_and_drafter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +48,20 @@ def test_the_table_names_model_and_drafter(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert out.startswith("v3-nano: float32, reference kernels, mtp + lookup")
     assert "1, adaptive" in out
+
+
+def test_the_model_alone_is_measured_without_an_engine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--rounds", "1", "--batch-sizes", "1", "--batch-sizes", "3", "--model-only"]
+    assert main([*ARGUMENTS, *flags, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(r["num_requests"], r["num_tokens"]) for r in report["roofs"]] == [(1, 1), (3, 1)]
+    for roof in report["roofs"]:
+        assert roof["tokens_per_s"] == pytest.approx(1e3 * roof["num_requests"] / roof["step_ms"])
+        assert roof["share_of_read_limit"] > 0
+    assert main([*ARGUMENTS, *flags]) == 0
+    assert capsys.readouterr().out.startswith("v3-nano:\nrequests x tokens")
 
 
 def test_prompts_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

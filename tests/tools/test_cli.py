@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import whalepod
+from whalepod.server.cluster.nodes import NodePlan
 from whalepod.server.config import EngineConfig, GatewayConfig
 from whalepod.tools import cli
-from whalepod.tools.flags import flags_of, parse_number
+from whalepod.tools.flags import parse_number
 
 LEAN_START = """
 import sys
@@ -40,7 +41,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, GatewayC
     """Collects what `whalepod serve` would start."""
     started: list[tuple[EngineConfig, GatewayConfig]] = []
 
-    def remember(engine: EngineConfig, gateway: GatewayConfig) -> int:
+    def remember(engine: EngineConfig, gateway: GatewayConfig, plan: NodePlan | None) -> int:
+        assert plan is None, "one machine"
         started.append((engine, gateway))
         return 0
 
@@ -224,11 +226,69 @@ OUR_FLAGS = [
     "max-num-queued-reqs",
     "expert-parallel-size",
     "all2all-backend",
+    "num-nodes",
+    "node-rank",
+    "master-address",
+    "master-port",
+    "rendezvous-timeout",
 ]
 
 
+@pytest.fixture
+def worked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, NodePlan]]:
+    """Collects what `whalepod worker` would start."""
+    started: list[tuple[EngineConfig, NodePlan]] = []
+
+    def remember(engine: EngineConfig, plan: NodePlan) -> int:
+        started.append((engine, plan))
+        return 0
+
+    monkeypatch.setattr("whalepod.tools.serve.work", remember)
+    return started
+
+
+MACHINES = ["tiny", "--ep", "4", "--num-nodes", "2", "--master-address", "10.0.0.1"]
+
+
+def test_a_worker_takes_the_flags_of_serve(worked: list[tuple[EngineConfig, NodePlan]]) -> None:
+    assert cli.main(["worker", *MACHINES, "--node-rank", "1", "--max-num-seqs", "9"]) == 0
+    ((engine, plan),) = worked
+    assert engine.scheduler.max_num_seqs == 9
+    assert list(plan.ranks) == [2, 3]
+
+
+def test_under_torchrun_the_same_command_serves_on_rank_0_and_works_on_others(
+    served: Served, worked: list[tuple[EngineConfig, NodePlan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["serve", "--ep", "2"]) == 0
+    ((_, plan),) = worked
+    assert list(plan.ranks) == [1]
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "code"),
+    [
+        (["worker", "tiny"], "a worker is one of several machines", 2),
+        (["worker", *MACHINES], "and not the first", 2),
+        (["worker", *MACHINES, "--node-rank", "2"], "node_rank (2) must be in 0..1", 2),
+        (["serve", "--num-nodes", "2", "--ep", "2"], "needs --master-address", 1),
+        (["serve", *MACHINES[:2], "3", *MACHINES[3:]], "cannot be spread over 2 machines", 1),
+    ],
+)
+def test_machines_that_do_not_fit_together_are_one_sentence(
+    arguments: list[str], says: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
 def test_serve_keeps_its_flags_and_each_has_a_help_text() -> None:
-    flags: dict[str, Any] = flags_of(EngineConfig, {}) | flags_of(GatewayConfig, {})
+    flags: dict[str, Any] = cli.serve_flags()
     names = {flag.name for flag in flags.values()}
     assert {*VLLM_FLAGS, *OUR_FLAGS} - names == set()
     assert [flag.name for flag in flags.values() if not flag.help] == []

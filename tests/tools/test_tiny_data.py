@@ -1,5 +1,6 @@
 """The generator of the embedded model's text: seeded, and its held-out part really held out."""
 
+import hashlib
 import importlib
 import itertools
 import pkgutil
@@ -10,8 +11,9 @@ import pytest
 
 import whalepod.tools.tiny_data
 from whalepod.tools.tiny_data import markup, mixture, words
+from whalepod.tools.tiny_data.phrasing import opened, varied
 from whalepod.tools.tiny_data.relations import RELATIONS
-from whalepod.tools.tiny_data.sample import Patterns, Sample
+from whalepod.tools.tiny_data.sample import Patterns, Sample, spoken
 from whalepod.tools.tiny_data.tool_tasks import FAMILIES
 from whalepod.tools.tiny_eval import Answer, calls_right_tool, is_right
 
@@ -46,6 +48,42 @@ def test_no_pattern_is_in_two_splits() -> None:
     for item in patterns:
         forms = [*item.train, *item.dev, *item.test]
         assert len({form.lower() for form in forms}) == len(forms), forms
+
+
+def test_no_widened_training_pattern_holds_a_held_out_one() -> None:
+    widened = [item for item in module_patterns() if item.weights]
+
+    assert sum(len(item.train) for item in widened) > 5_000
+    for item in widened:
+        held_out = [spoken(form) for form in (*item.dev, *item.test)]
+        assert not [form for form in item.train if any(other in spoken(form) for other in held_out)]
+
+
+def test_words_put_around_a_pattern_never_make_a_held_out_one() -> None:
+    patterns = varied(
+        ["what> the sum of {a} and {b}"], dev=(), test=("Hi! Do you know the sum of {a} and {b}?",)
+    )
+    rng = random.Random(0)
+    forms = {opened(rng, "train", patterns, share=1.0) for _ in range(3_000)}
+
+    assert len(forms) > 1_000
+    assert not [form for form in forms if "hi do you know the sum" in spoken(form)]
+
+
+def test_the_held_out_prompts_are_those_of_earlier_figures() -> None:
+    digest = hashlib.sha256()
+    for sample in mixture.held_out("test"):
+        digest.update(repr((sample.messages, sample.tools, sample.answer)).encode())
+
+    assert digest.hexdigest()[:16] == "102f9d6550d7778b"
+
+
+def test_names_blended_for_training_are_not_held_out_ones() -> None:
+    rng = random.Random(0)
+    names = {words.name(rng, "train") for _ in range(5_000)}
+
+    assert len(names) > 1_500
+    assert not names & {*words.NAMES["dev"], *words.NAMES["test"]}
 
 
 def test_no_name_or_city_is_in_two_splits() -> None:

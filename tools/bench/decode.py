@@ -1,7 +1,8 @@
 """`whalepod bench decode`: how much speculation speeds up decoding, in this process.
 
 One engine answers the same prompts with 0, 1, ... drafts and with the adaptive depth, in turns, so
-that all settings see the same minutes of the machine; a rate is the median of its turns.
+that all settings see the same minutes of the machine; a rate is the median of its turns. With
+`--model-only` there is no engine: forward passes and logits, as other engines' benchmarks count.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from whalepod.mtp.config import MAX_DRAFT_TOKENS
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
 from whalepod.tools.bench.roof import Roof, format_roofs, measure_roof
+from whalepod.tools.bench.stages import StepTimes, format_steps, measure_steps
 from whalepod.tools.table import format_table
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class DecodeConfig:
     rounds: Annotated[int, "turns of each setting"] = 3
     ignore_eos: Annotated[bool, "answers have their full length"] = False
     context: Annotated[int, "tokens before the one that is computed, against the limits"] = 64
+    model_only: Annotated[bool, "only the model against the limits: no engine, no drafts"] = False
     json: Annotated[bool, "print one JSON object instead of a table"] = False
 
     def __post_init__(self) -> None:
@@ -97,6 +100,8 @@ def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
     """Measure, print, and return the exit code."""
     from whalepod.server.build import build_engine
 
+    if config.model_only:
+        return _bench_model(engine, config)
     core = build_engine(_with_drafts(engine))
     info = core.info
     prompts = _prompts(engine, config, core.info.vocab_size)
@@ -110,16 +115,29 @@ def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
     core.close()
     del core
     roofs = _roofs(engine, config)
+    steps = _steps(engine, config, prompts)
     head = {"model": engine.source.model, **asdict(info)}
     if config.json:
         print(json.dumps(head | {
             "results": [asdict(result) for result in results],
             "roofs": [roof.as_json() for roof in roofs],
+            "steps": [step.as_json() for step in steps],
         }))  # fmt: skip
     else:
         print(f"{engine.source.model}: {info.dtype}, {info.kernels} kernels, "
               f"{info.speculation}\n\n{_table(results)}\n\n"
-              f"The model alone, without drafts:\n{format_roofs(roofs)}")  # fmt: skip
+              f"The model alone, without drafts:\n{format_roofs(roofs)}\n\n"
+              f"The engine's steps, without drafts:\n{format_steps(steps)}")  # fmt: skip
+    return 0
+
+
+def _bench_model(engine: EngineConfig, config: DecodeConfig) -> int:
+    roofs = _roofs(engine, config)
+    if config.json:
+        found = [roof.as_json() for roof in roofs]
+        print(json.dumps({"model": engine.source.model, "results": [], "roofs": found}))
+    else:
+        print(f"{engine.source.model}:\n{format_roofs(roofs)}")
     return 0
 
 
@@ -132,6 +150,22 @@ def _roofs(engine: EngineConfig, config: DecodeConfig) -> list[Roof]:
         measure_roof(loaded, batch_size, 1, config.context, rounds=20 * config.rounds)
         for batch_size in config.batch_sizes
     ]
+
+
+def _steps(
+    engine: EngineConfig, config: DecodeConfig, prompts: Sequence[Sequence[int]]
+) -> list[StepTimes]:
+    """Measure the stages of decoding steps, in an engine that does not draft."""
+    from whalepod.server.build import build_engine
+
+    off = replace(engine.speculation, speculation="off")
+    core = build_engine(replace(engine, speculation=off))
+    steps = [
+        measure_steps(core, prompts, batch_size, 1 + config.rounds)
+        for batch_size in config.batch_sizes
+    ]
+    core.close()
+    return steps
 
 
 def _with_drafts(engine: EngineConfig) -> EngineConfig:

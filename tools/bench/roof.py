@@ -84,7 +84,7 @@ def measure_roof(
         dtype=loaded.model.dtype,
         device="cpu",
     )
-    batch = _batch(num_requests, num_tokens, context_tokens, loaded.config.vocab_size)
+    batch = random_batch(num_requests, num_tokens, context_tokens, loaded.config.vocab_size)
 
     def step() -> None:
         hidden_TH = loaded.model.forward(batch, cache)
@@ -226,9 +226,10 @@ def _count(kernels: Kernels, name: str, arguments: Sequence[Any]) -> tuple[int, 
     return num_bytes, 2 * num_values * num_matrices * num_rows
 
 
-def _batch(
+def random_batch(
     num_requests: int, num_tokens: int, context_tokens: int, vocab_size: int
 ) -> ForwardBatch:
+    """Make a step of random tokens, `num_tokens` behind `context_tokens` for each request."""
     import torch
 
     from whalepod.models.batch import ForwardBatch

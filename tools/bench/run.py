@@ -32,14 +32,21 @@ def bench_serve(config: BenchServeConfig) -> int:
     """Make the runs that were asked for; the exit code is 1 if a request failed."""
     with Client(config.target.url, config.target.api_key, timeout_s=10.0) as client:
         model = config.target.model or client.first_model()
-    requests = make_workload(config.workload, config.load)
-    player = Player(config, model)
     ok = True
     for run, limit in enumerate(run_limits(config.workload, config.load)):
-        result = _run(player.play(requests, limit, run))
+        result = play_once(config, model, limit, run)
         _publish(config, result)
         ok = ok and not result["failed"]
     return 0 if ok else 1
+
+
+def play_once(config: BenchServeConfig, model: str, limit: int, run: int) -> dict[str, Any]:
+    """Make one run with at most `limit` sessions at once; `run` chooses the prompts' content.
+
+    Raises ClientError if the server refuses such requests.
+    """
+    requests = make_workload(config.workload, config.load)
+    return _run(Player(config, model).play(requests, limit, run))
 
 
 def _run(play: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
@@ -156,6 +163,7 @@ class Player:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_token_ids": True,  # tokens without text, which random models write, count, too
         }
         return body | ({"ignore_eos": True} if self._config.workload.ignore_eos else {})
 

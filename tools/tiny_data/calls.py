@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 from whalepod.tools.tiny_data import words
@@ -19,8 +20,9 @@ from whalepod.tools.tiny_data.sample import (
     sloppy,
     user,
 )
+from whalepod.tools.tiny_data.sums import sum_sample
 from whalepod.tools.tiny_data.tool_family import short_text
-from whalepod.tools.tiny_data.tool_tasks import Task, task, tool_list
+from whalepod.tools.tiny_data.tool_tasks import FAMILIES, Task, task, tool_list
 
 NO_TOOL = "I have no tool for that."
 _ASKED_BY_CITY = ("weather", "time")
@@ -127,7 +129,7 @@ def missing_sample(rng: random.Random, split: Split) -> Sample:
     if split == "train" and rng.random() < 0.2 and wanted.key != "add":
         tools = []
     if wanted.key == "add":
-        return _sum_without_tool(tools, wanted)
+        return _sum_without_tool(rng, split, tools)
     return Sample(
         kind="no_tool",
         messages=[user(wanted.request)],
@@ -136,7 +138,10 @@ def missing_sample(rng: random.Random, split: Split) -> Sample:
     )
 
 
-def _sum_without_tool(tools: list[dict[str, Any]], wanted: Task) -> Sample:
+def _sum_without_tool(rng: random.Random, split: Split, tools: list[dict[str, Any]]) -> Sample:
+    """Ask for a sum beside other tools: it is answered without one."""
+    if split == "train" and not any(adds(tool) for tool in tools):
+        return replace(sum_sample(rng, split), kind="no_tool", tools=tools)
     return Sample(
         kind="no_tool",
         messages=[user("What is 2 + 2?")],
@@ -144,3 +149,8 @@ def _sum_without_tool(tools: list[dict[str, Any]], wanted: Task) -> Sample:
         answer="2 + 2 = 4.",
         expected=Expected(contains=("4",)),
     )
+
+
+def adds(tool: dict[str, Any]) -> bool:
+    """Tell whether a tool adds numbers."""
+    return tool["function"]["description"] in FAMILIES["add"].descriptions

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whalepod.tools.tiny_data import words
+from whalepod.tools.tiny_data.phrasing import opened, varied
 from whalepod.tools.tiny_data.sample import Expected, Patterns, Sample, Split, sloppy, user
 
 _CAPITALS = {
@@ -56,16 +57,23 @@ TOPICS = (
     _Topic(
         0.45,
         _CAPITALS,
-        Patterns(
-            train=(
+        varied(
+            (
                 "What is the capital of {k}?",
                 "Capital of {k}?",
-                "Name the capital of {k}.",
                 "Which city is the capital of {k}?",
-                "Do you know the capital of {k}?",
-                "Tell me the capital of {k}.",
                 "What's the capital of {k}?",
                 "The capital of {k} is",
+                "{k} has which capital?",
+                "What city is the capital of {k}?",
+                "Which capital does {k} have?",
+                "what> the capital of {k}",
+                "what> the capital city of {k}",
+                "what> {k}'s capital",
+                "what> the main city of {k}",
+                "if> which city is the capital of {k}",
+                "if> what the capital of {k} is",
+                "if> what capital {k} has",
             ),
             dev=("What is the capital city of {k}?",),
             test=("Which city is {k}'s capital?", "Please name the capital of {k}."),
@@ -75,8 +83,16 @@ TOPICS = (
     _Topic(
         0.1,
         _OPPOSITES | {value: key for key, value in _OPPOSITES.items()},
-        Patterns(
-            train=("What is the opposite of {k}?", "Opposite of {k}?", "Name the opposite of {k}."),
+        varied(
+            (
+                "What is the opposite of {k}?",
+                "Opposite of {k}?",
+                "What is the contrary of {k}?",
+                "{k} is the opposite of what?",
+                "what> the opposite of {k}",
+                "what> the opposite word of {k}",
+                "if> what the opposite of {k} is",
+            ),
             dev=("Tell me the opposite of {k}.",),
             test=("Do you know the opposite of {k}?",),
         ),
@@ -85,8 +101,17 @@ TOPICS = (
     _Topic(
         0.1,
         _SOUNDS,
-        Patterns(
-            train=("What sound does a {k} make?", "How does a {k} sound?", "What does a {k} say?"),
+        varied(
+            (
+                "What sound does a {k} make?",
+                "How does a {k} sound?",
+                "What does a {k} say?",
+                "A {k} makes what sound?",
+                "How does a {k} go?",
+                "what> the sound of a {k}",
+                "if> how a {k} sounds",
+                "if> what a {k} says",
+            ),
             dev=("Which sound does a {k} make?",),
             test=("Tell me what sound a {k} makes.",),
         ),
@@ -95,8 +120,17 @@ TOPICS = (
     _Topic(
         0.1,
         _COLORS,
-        Patterns(
-            train=("What color is {k}?", "Which color does {k} have?", "What is the color of {k}?"),
+        varied(
+            (
+                "What color is {k}?",
+                "Which color does {k} have?",
+                "What is the color of {k}?",
+                "{k} has which color?",
+                "What color does {k} have?",
+                "what> the color of {k}",
+                "if> what color {k} has",
+                "if> which color {k} has",
+            ),
             dev=("Which color is {k}?",),
             test=("Tell me the color of {k}.",),
         ),
@@ -105,8 +139,18 @@ TOPICS = (
     _Topic(
         0.15,
         _AFTER,
-        Patterns(
-            train=("What comes after {k}?", "Which one comes after {k}?", "What follows {k}?"),
+        varied(
+            (
+                "What comes after {k}?",
+                "Which one comes after {k}?",
+                "What follows {k}?",
+                "{k} comes before what?",
+                "After {k} comes what?",
+                "What do we have after {k}?",
+                "if> what follows {k}",
+                "if> what is after {k}",
+                "if> which one follows {k}",
+            ),
             dev=("Tell me what comes after {k}.",),
             test=("What is next after {k}?",),
         ),
@@ -114,8 +158,14 @@ TOPICS = (
     ),
 )
 
-_COUNT = Patterns(
-    train=("Count from {k}.", "Please count from {k}.", "Can you count from {k}?"),
+_COUNT = varied(
+    (
+        "Count from {k}.",
+        "do> count from {k}",
+        "do> count the numbers from {k}",
+        "do> write the numbers from {k}",
+        "what> the numbers from {k}",
+    ),
     dev=("Count for me from {k}.",),
     test=("Count up from {k}.",),
 )
@@ -133,7 +183,7 @@ def fact_sample(rng: random.Random, split: Split) -> Sample:
         key, value = rng.choice(sorted(topic.values.items()))
         asked = topic.asked
         answer = topic.answer.format(k=key, K=key[0].upper() + key[1:], v=value)
-    question = asked.pick(rng, split).format(k=key)
+    question = opened(rng, split, asked).format(k=key)
     return Sample(
         kind="fact",
         messages=[user(sloppy(rng, question) if split == "train" else question)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 
-from whalepod.tools.tiny_data import calls, facts, passages, sums, talk
+from whalepod.tools.tiny_data import calls, copying, facts, passages, sums, talk
 from whalepod.tools.tiny_data.sample import Sample, Split
 
 Maker = Callable[[random.Random, Split], Sample]
@@ -15,8 +15,8 @@ MAKERS: dict[str, Maker] = {
     "think_sum": sums.think_sum_sample,
     "passage": passages.passage_sample,
     "think_passage": passages.think_passage_sample,
-    "copy": passages.copy_sample,
-    "json": passages.json_sample,
+    "copy": copying.copy_sample,
+    "json": copying.json_sample,
     "call": calls.call_sample,
     "think_call": calls.think_call_sample,
     "session": talk.session_sample,

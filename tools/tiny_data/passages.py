@@ -1,13 +1,14 @@
-"""Questions about a passage in the prompt, copying, and facts drawn out as JSON."""
+"""Questions about a passage in the prompt."""
 
 from __future__ import annotations
 
-import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whalepod.tools.tiny_data import words
-from whalepod.tools.tiny_data.relations import RELATIONS
+from whalepod.tools.tiny_data.more_relations import MORE_RELATIONS
+from whalepod.tools.tiny_data.relations import RELATIONS, Relation
 from whalepod.tools.tiny_data.sample import (
     Expected,
     Message,
@@ -15,26 +16,50 @@ from whalepod.tools.tiny_data.sample import (
     Sample,
     Split,
     assistant,
+    spoken,
     user,
 )
 
 UNKNOWN = "The text does not say."
 
 
+TEXT_OPENINGS = (
+    "", "", "", "", "", "Text: ", "Passage: ", "Context:\n", "Context: ", "Here is a passage.\n",
+    "Read the text and answer the question.\n\n", "Use the text to answer. ", "Read:\n",
+    "Story: ", "News: ", "Look at this. ", "I read this: ", "Notes:\n", "Facts: ", "Given: ",
+    "Read carefully. ", "Here are some facts.\n", "This is known: ", "A short story:\n",
+    "Below is a text.\n\n", "Read the following. ", "Information:\n", "I was told: ",
+    "Answer the question about the text.\n", "### Text\n", "My friend wrote: ", "Source: ",
+)  # fmt: skip
+_JOINTS = ("\n\n", "\n\n", "\n", "\n", " ", " ")
+_QUESTION_OPENINGS = (
+    "", "", "", "", "", "", "Question: ", "Question:\n", "Q: ", "Now tell me: ", "My question: ",
+    "Please answer: ", "Here is the question. ", "Based on the text: ", "And now: ", "Tell me: ",
+    "What I ask: ", "So, ", "### Question\n", "From this text: ", "I want to know this: ", "OK. ",
+    "Now the question: ", "Answer this: ", "Think well. ", "Say in one sentence: ", "Well, ",
+)  # fmt: skip
+_ENDINGS = ("", "", "", "", "", "", "", "", "\nAnswer:", "\nA:", " Thanks!", " Please.")
+
+
+def _framed(rng: random.Random, split: Split, text: str, question: str) -> str:
+    """Put text and question into one message; training's frames are joined at random."""
+    if split != "train":
+        return _FRAMES.pick(rng, split).format(text=text, q=question)
+    held_out = [spoken(frame) for frame in (*_FRAMES.dev, *_FRAMES.test)]
+    while True:
+        first = rng.choice(TEXT_OPENINGS) + "{text}"
+        second = rng.choice(_QUESTION_OPENINGS) + "{q}"
+        if rng.random() < 0.15:
+            first, second = second, first
+        frame = first + rng.choice(_JOINTS) + second
+        if frame.endswith("{q}"):
+            frame += rng.choice(_ENDINGS)
+        if not any(other in spoken(frame) for other in held_out):
+            return frame.format(text=text, q=question)
+
+
 _FRAMES = Patterns(
-    train=(
-        "{text}\n\n{q}",
-        "{text}\n{q}",
-        "{text} {q}",
-        "Read the text and answer the question.\n\n{text}\n\n{q}",
-        "Text: {text}\nQuestion: {q}",
-        "Passage: {text}\n\nQuestion: {q}",
-        "Here is a passage.\n{text}\nAnswer this: {q}",
-        "{q}\n\n{text}",
-        "Question: {q}\n\nText: {text}",
-        "Use the text to answer. {text}\n\n{q}",
-        "Context:\n{text}\n\nQuestion: {q}\nAnswer:",
-    ),
+    train=("{text}\n\n{q}",),
     dev=("Here is a text: {text}\n\nQuestion: {q}",),
     test=(
         "Read this passage.\n\n{text}\n\nQuestion: {q}",
@@ -42,6 +67,25 @@ _FRAMES = Patterns(
         "Passage:\n{text}\n\nNow answer this question: {q}",
     ),
 )
+
+_TOLD_OPENINGS = (
+    "I heard that ", "They say that ", "It is true that ", "We know that ", "Everyone knows that ",
+    "I know that ", "You should know that ", "My friend says that ", "It seems that ", "Now ",
+    "Today ", "And ", "Also, ", "Besides, ", "Then ", "By the way, ", "In fact, ", "Of course, ",
+    "This year ", "It is said that ", "I was told that ",
+)  # fmt: skip
+"""In front of a training sentence now and then."""
+_MORE_FILLERS = (
+    "The bus came at noon.", "A bird sang in a tree.", "The coffee was cold.", "It was a nice day.",
+    "The door was open.", "Everybody was happy.", "The moon was out.", "Snow fell all night.",
+    "The music was loud.", "Two boats lay in the harbor.", "The soup was good.", "Nothing is new.",
+    "The shop was closed.", "A dog ran over the road.", "The clock stood still.", "It was late.",
+    "The lights went out.", "We all laughed.", "Time goes by.", "The garden is green.",
+    "The letter was lost.", "I like this place.", "Nobody knows why.", "That was long ago.",
+    "The water was cold.", "There was a lot to do.", "It got dark early.", "Winter is near.",
+)  # fmt: skip
+_DRINKS = ("tea", "coffee", "milk", "water", "wine", "juice", "beer", "cocoa")
+_SPORTS = ("chess", "tennis", "football", "cards", "golf", "piano", "guitar", "hockey", "darts")
 
 _FILLERS = (
     "It was a quiet day.",
@@ -60,17 +104,43 @@ class _Fact:
     relation: str
     slots: dict[str, str]
 
+    @property
+    def form(self) -> Relation:
+        return ALL_RELATIONS[self.relation]
+
     def told(self, rng: random.Random, split: Split) -> str:
-        return RELATIONS[self.relation].told.pick(rng, split).format(**self.slots)
+        form = self.form.told.pick(rng, split)
+        if split == "train" and form.startswith(("{n}", "{v}")) and rng.random() < 0.06:
+            form = rng.choice(_TOLD_OPENINGS) + form
+            if any(
+                spoken(other) in spoken(form)
+                for other in (*self.form.told.dev, *self.form.told.test)
+            ):
+                form = self.form.told.pick(rng, split)
+        return form.format(**self.slots)
 
     def asked(self, rng: random.Random, split: Split) -> str:
-        return RELATIONS[self.relation].asked.pick(rng, split).format(**self.slots)
+        return self.form.asked.pick(rng, split).format(**self.slots)
 
     def answer(self) -> str:
-        return RELATIONS[self.relation].answer.format(**self.slots)
+        return self.form.answer.format(**self.slots)
+
+
+ALL_RELATIONS = RELATIONS | {name: relation for name, (_, relation) in MORE_RELATIONS.items()}
+
+
+_MORE_SHARE = 0.35
+
+
+def _relations(rng: random.Random, split: Split) -> list[str]:
+    """List the relations of one passage; a third of training's may be of any kind."""
+    more = split == "train" and rng.random() < _MORE_SHARE
+    return sorted(ALL_RELATIONS if more else RELATIONS)
 
 
 def _value(rng: random.Random, split: Split, relation: str) -> str:
+    if relation in MORE_RELATIONS:
+        return _more_value(rng, split, MORE_RELATIONS[relation][0])
     match relation:
         case "city":
             return words.city(rng, split)
@@ -90,7 +160,33 @@ def _value(rng: random.Random, split: Split, relation: str) -> str:
             return str(rng.randint(100, 9999))
 
 
-def _fact(rng: random.Random, split: Split, relation: str, owner: str) -> _Fact:
+def _more_value(rng: random.Random, split: Split, values: str) -> str:
+    match values:
+        case "place":
+            return words.city(rng, split)
+        case "name":
+            return words.name(rng, split)
+        case "years":
+            return str(rng.randint(3, 99))
+        case "number":
+            return str(rng.randint(2, 9999))
+        case "word":
+            return words.made_up_word(rng, rng.choice((1, 2, 3)))
+        case _:
+            return rng.choice(_LISTED_VALUES[values])
+
+
+_LISTED_VALUES: dict[str, Sequence[str]] = {
+    "thing": words.THINGS,
+    "spot": words.PLACES,
+    "language": words.LANGUAGES,
+    "day": words.DAYS,
+    "drink": _DRINKS,
+    "sport": _SPORTS,
+}
+
+
+def draw_fact(rng: random.Random, split: Split, relation: str, owner: str) -> _Fact:
     thing = rng.choice(words.THINGS)
     slots = {"n": owner, "v": _value(rng, split, relation), "t": thing}
     slots |= {"ts": words.plural(thing), "p": rng.choice(words.ANIMALS)}
@@ -100,23 +196,28 @@ def _fact(rng: random.Random, split: Split, relation: str, owner: str) -> _Fact:
 def _facts(rng: random.Random, split: Split, count: int) -> list[_Fact]:
     """Draw facts that leave every question with one answer: no owner has a relation twice."""
     owners = words.names(rng, split, max(2, (count + 1) // 2))
-    kinds = rng.sample(sorted(RELATIONS), min(len(RELATIONS), max(2, count // 2 + 1)))
+    relations = _relations(rng, split)
+    kinds = rng.sample(relations, min(len(relations), max(2, count // 2 + 1)))
     pairs = rng.sample([(kind, owner) for kind in kinds for owner in owners], count)
     facts: list[_Fact] = []
     for kind, owner in pairs:
-        fact = _fact(rng, split, kind, owner)
+        fact = draw_fact(rng, split, kind, owner)
         taken = [*owners, *(other.slots["v"] for other in facts)]
         while fact.slots["v"] in taken:
-            fact = _fact(rng, split, kind, owner)
+            fact = draw_fact(rng, split, kind, owner)
         facts.append(fact)
     return facts
 
 
-def _passage(rng: random.Random, split: Split, facts: list[_Fact], num_fillers: int) -> str:
+def told_passage(rng: random.Random, split: Split, facts: list[_Fact], num_fillers: int) -> str:
     sentences = [fact.told(rng, split) for fact in facts]
     for _ in range(num_fillers):
-        sentences.insert(rng.randint(0, len(sentences)), rng.choice(_FILLERS))
+        sentences.insert(rng.randint(0, len(sentences)), rng.choice(_fillers(split)))
     return " ".join(sentences)
+
+
+def _fillers(split: Split) -> Sequence[str]:
+    return (*_FILLERS, *_MORE_FILLERS) if split == "train" else _FILLERS
 
 
 def passage_sample(rng: random.Random, split: Split) -> Sample:
@@ -130,25 +231,25 @@ def think_passage_sample(rng: random.Random, split: Split) -> Sample:
 
 
 def _ask(rng: random.Random, split: Split, *, thinking: bool) -> Sample:
-    sizes = (1, 2, 3, 3, 4, 4, 5, 6) if split == "train" else (3, 4, 5)
+    sizes = (1, 2, 3, 4, 4, 5, 5, 6) if split == "train" else (3, 4, 5)
     facts = _facts(rng, split, rng.choice(sizes))
     wanted = rng.choice(facts)
     told = wanted.told(rng, split)
     sentences = [told if fact is wanted else fact.told(rng, split) for fact in facts]
     for _ in range(rng.choice((0, 0, 0, 1, 2))):
-        sentences.insert(rng.randint(0, len(sentences)), rng.choice(_FILLERS))
+        sentences.insert(rng.randint(0, len(sentences)), rng.choice(_fillers(split)))
     text = " ".join(sentences)
     answer, contains, thought = wanted.answer(), (wanted.slots["v"],), f"The text says: {told}"
     question = wanted.asked(rng, split)
-    if split == "train" and rng.random() < 0.1:
-        missing = _fact(rng, split, wanted.relation, words.name(rng, split))
+    if split == "train" and rng.random() < 0.05:
+        missing = draw_fact(rng, split, wanted.relation, words.name(rng, split))
         if missing.slots["n"] not in text:
             question, answer, contains = missing.asked(rng, split), UNKNOWN, ("not say",)
             thought = f"The text does not tell this about {missing.slots['n']}."
     others = tuple(fact.slots["v"] for fact in facts if fact.slots["v"] != contains[0])
     return Sample(
         kind="think_passage" if thinking else "passage",
-        messages=[user(_FRAMES.pick(rng, split).format(text=text, q=question))],
+        messages=[user(_framed(rng, split, text, question))],
         answer=f"{thought}</think>{answer}" if thinking else answer,
         thinking=thinking,
         expected=Expected(contains=contains, lacks=others),
@@ -158,13 +259,13 @@ def _ask(rng: random.Random, split: Split, *, thinking: bool) -> Sample:
 def quiz_sample(rng: random.Random, split: Split) -> Sample:
     """Tell a few facts and ask for several of them, one turn each."""
     facts = _facts(rng, split, rng.randint(3, 5))
-    text = _passage(rng, split, facts, rng.choice((0, 0, 1)))
+    text = told_passage(rng, split, facts, rng.choice((0, 0, 1)))
     asked = rng.sample(facts, rng.randint(2, len(facts)))
     messages: list[Message] = []
     for fact in asked:
         question = fact.asked(rng, split)
         if not messages:
-            question = _FRAMES.pick(rng, split).format(text=text, q=question)
+            question = _framed(rng, split, text, question)
         messages += [user(question), assistant(fact.answer())]
     values = tuple(fact.slots["v"] for fact in facts if fact is not asked[-1])
     return Sample(
@@ -172,95 +273,4 @@ def quiz_sample(rng: random.Random, split: Split) -> Sample:
         messages=messages[:-1],
         answer=asked[-1].answer(),
         expected=Expected(contains=(asked[-1].slots["v"],), lacks=values),
-    )
-
-
-_COPY = Patterns(
-    train=(
-        "Repeat: {x}",
-        "Repeat after me: {x}",
-        "Say this: {x}",
-        'Write "{x}".',
-        "Copy this line:\n{x}",
-        "Echo {x}",
-        "Please repeat the text.\n{x}",
-        'Say "{x}"',
-    ),
-    dev=('Repeat this: "{x}"',),
-    test=("Please say this: {x}", "Copy this text:\n{x}"),
-)
-
-
-def copy_sample(rng: random.Random, split: Split) -> Sample:
-    """Ask to repeat a line word by word."""
-    text = _line(rng, split)
-    return Sample(
-        kind="copy",
-        messages=[user(_COPY.pick(rng, split).format(x=text))],
-        answer=text,
-        expected=Expected(contains=(text,)),
-    )
-
-
-def _line(rng: random.Random, split: Split) -> str:
-    nouns = words.THINGS + words.FOODS + words.ANIMALS + words.JOBS + words.PLACES
-    parts: list[str] = []
-    for _ in range(rng.randint(1, 7)):
-        draw = rng.random()
-        if draw < 0.3:
-            parts.append(words.name(rng, split))
-        elif draw < 0.45:
-            parts.append(str(rng.randint(0, 9999)))
-        elif draw < 0.6:
-            parts.append(words.made_up_word(rng, rng.choice((1, 2, 3))))
-        else:
-            parts.append(rng.choice(nouns))
-    return rng.choice((" ", " ", ", ", "-")).join(parts)
-
-
-_JSON_ASK = Patterns(
-    train=(
-        "{told}\nGive me {keys} as JSON.",
-        "{told} Write {keys} as JSON.",
-        "Extract {keys} as JSON: {told}",
-        "Answer in JSON with the keys {keys}. {told}",
-        "Return a JSON object with {keys}.\n\n{told}",
-        "{told}\n\nReply only with JSON: {keys}.",
-        "Make JSON with the fields {keys} from this text: {told}",
-        "Read this and give {keys} in JSON.\n{told}",
-    ),
-    dev=("Write a JSON object with {keys}: {told}",),
-    test=(
-        "Extract {keys} from this text as JSON.\n\n{told}",
-        "{told}\nReturn {keys} as JSON.",
-    ),
-)
-_JSON_KEYS = {
-    "city": ("city", "town", "home"),
-    "job": ("job", "work"),
-    "food": ("food", "favorite_food"),
-    "count": ("count", "number"),
-    "day": ("day", "travel_day"),
-    "code": ("code",),
-}
-
-
-def json_sample(rng: random.Random, split: Split) -> Sample:
-    """Ask for the facts about one person as a JSON object with given keys, in the given order."""
-    owner = words.name(rng, split)
-    kinds = rng.sample(sorted(_JSON_KEYS), rng.randint(1, 3))
-    facts = [_fact(rng, split, kind, owner) for kind in kinds]
-    value: dict[str, str | int] = {"name": owner} if rng.random() < 0.7 else {}
-    for kind, fact in zip(kinds, facts, strict=True):
-        answer = fact.slots["v"]
-        value[rng.choice(_JSON_KEYS[kind])] = int(answer) if answer.isdigit() else answer
-    told = _passage(rng, split, rng.sample(facts, len(facts)), 0)
-    keys = list(value)
-    listed = ", ".join(keys[:-1]) + f" and {keys[-1]}" if len(keys) > 1 else keys[0]
-    question = _JSON_ASK.pick(rng, split).format(told=told, keys=listed)
-    return Sample(
-        kind="json",
-        messages=[user(question)],
-        answer=json.dumps(value),
-        expected=Expected(json_value=value),
     )

@@ -52,9 +52,18 @@ class Patterns:
     train: Sequence[str]
     dev: Sequence[str]
     test: Sequence[str]
+    weights: Sequence[int] | None = None
+    """How often each training pattern is drawn; all alike without."""
 
     def pick(self, rng: random.Random, split: Split) -> str:
+        if split == "train" and self.weights:
+            return rng.choices(self.train, self.weights)[0]
         return rng.choice({"train": self.train, "dev": self.dev, "test": self.test}[split])
+
+
+def spoken(form: str) -> str:
+    """Return the words of a pattern alone, to find one pattern in another."""
+    return " " + " ".join(re.findall(r"[\w{}'+-]+", form.lower())) + " "
 
 
 def user(text: str) -> Message:

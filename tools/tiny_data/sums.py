@@ -5,36 +5,36 @@ from __future__ import annotations
 import random
 
 from whalepod.tools.tiny_data import words
-from whalepod.tools.tiny_data.sample import Expected, Patterns, Sample, Split, sloppy, user
+from whalepod.tools.tiny_data.phrasing import opened, varied
+from whalepod.tools.tiny_data.sample import (
+    Expected,
+    Patterns,
+    Sample,
+    Split,
+    sloppy,
+    spoken,
+    user,
+)
 
-_PLAIN = Patterns(
-    train=(
-        "What is {a} + {b}?",
-        "{a} + {b} = ?",
-        "{a}+{b}",
-        "{a} + {b}",
-        "What is {a} plus {b}?",
-        "Add {a} and {b}.",
-        "Calculate {a} + {b}.",
-        "How much is {a} + {b}?",
-        "What is the sum of {a} and {b}?",
-        "Tell me the sum of {a} and {b}.",
-        "Compute {a} plus {b}.",
-        "Can you add {a} and {b}?",
-        "Work out {a} + {b} for me.",
-        "I need {a} + {b}.",
-        "Please compute {a} + {b}.",
-        "What do you get if you add {a} to {b}?",
-        "Sum up {a} and {b}.",
-        "{a} plus {b} is what?",
-        "How much do {a} and {b} make?",
-        "Solve: {a} + {b}",
-        "Question: {a} + {b}?",
-        "Give me the result of {a} + {b}.",
-        "Find {a} + {b}.",
-        "Do you know what {a} and {b} make together?",
-        "Let us do a sum: {a} + {b}.",
-        "Hello, what is {a} + {b}?",
+_PLAIN = varied(
+    (
+        "What is {a} + {b}?", "{a} + {b} = ?", "{a}+{b}", "{a} + {b}", "{a} + {b}?", "{a} + {b} =",
+        "What is {a} plus {b}?", "How much is {a} + {b}?", "How much is {a} plus {b}?",
+        "What do you get if you add {a} to {b}?", "{a} plus {b} is what?",
+        "How much do {a} and {b} make?", "What does {a} + {b} make?", "{a} and {b} make what?",
+        "What comes out if I add {a} and {b}?", "If I add {a} and {b}, what do I get?",
+        "What do {a} and {b} add up to?", "Is {a} + {b} hard? What is it?", "{a} plus {b}",
+        "Do you know what {a} and {b} make together?", "Solve: {a} + {b}",
+        "do> add {a} and {b}", "do> add {a} to {b}", "do> sum up {a} and {b}",
+        "do> calculate {a} + {b}", "do> compute {a} plus {b}", "do> work out {a} + {b}",
+        "do> calculate the sum of {a} and {b}", "do> put {a} and {b} together",
+        "do> solve {a} + {b}", "do> tell me what {a} + {b} makes", "do> count {a} and {b} together",
+        "what> the sum of {a} and {b}", "what> the result of {a} + {b}", "what> {a} + {b}",
+        "what> {a} plus {b}", "what> {a} and {b} together", "what> the total of {a} and {b}",
+        "what> the answer to {a} + {b}", "what> the sum {a} + {b}", "if> what {a} + {b} is",
+        "if> how much {a} and {b} is", "if> what {a} plus {b} makes", "if> what {a} and {b} make",
+        "if> how much {a} plus {b} is", "if> what I get if I add {a} and {b}",
+        "if> how much {a} and {b} make together",
     ),
     dev=("Can you tell me what {a} plus {b} is?", "Find the sum of {a} and {b}, please."),
     test=(
@@ -45,7 +45,29 @@ _PLAIN = Patterns(
         "Hi! Do you know the sum of {a} and {b}?",
         "What result do you get for {a} + {b}?",
     ),
-)
+)  # fmt: skip
+_NUMBERS = (
+    "I need to add {a} and {b}.", "I want to add {a} and {b}.", "I must add {a} to {b}.",
+    "Here are two numbers: {a} and {b}.", "My numbers are {a} and {b}.", "Take {a} and {b}.",
+    "I have {a} and {b}.", "There is a {a} and a {b}.", "We have the numbers {a} and {b}.",
+    "Let me add {a} to {b}.", "I try to add {a} and {b}.", "Look at {a} + {b}.",
+    "The first number is {a} and the second is {b}.", "I add {a} and {b}.",
+    "This is my sum: {a} + {b}.", "I see {a} + {b} here.", "My teacher asks for {a} + {b}.",
+    "I want the sum of {a} and {b}.", "I got {a} first and then {b}.", "You see {a} and {b}.",
+    "One number is {a}, the other is {b}.", "I am adding {a} and {b}.", "We add {a} to {b}.",
+    "It is about {a} and {b}.", "I paid {a} and then {b}.", "I counted {a} and {b} more.",
+    "My sum is {a} plus {b}.", "The numbers {a} and {b} are given.", "I know {a} and {b}.",
+)  # fmt: skip
+_ITS_SUM = (
+    "What is the sum?", "How much is it?", "What do I get?", "What is it?", "What is the total?",
+    "How much is that?", "What comes out?", "Tell me the sum.", "Add them.", "Please add them.",
+    "What is their sum?", "Can you do it?", "Give me the sum.", "What do they make?",
+    "Work it out.", "How much do they make together?", "What is the answer?", "How much together?",
+    "Do you know the result?", "What is that?", "How much is it together?", "Add the two.",
+    "Please work it out.", "Can you add them?", "Tell me the total.", "What do we get?",
+    "Could you give me the sum?", "Say the sum.", "What do you get?", "Help me with it.",
+)  # fmt: skip
+"""Joined at random, they ask in two sentences."""
 _STORIES = Patterns(
     train=(
         "{n} has {a} {things} and buys {b} more. How many {things} does {n} have now?",
@@ -63,6 +85,16 @@ _STORIES = Patterns(
 )
 _VERBS = words.listed("has owns keeps holds sees makes sells takes finds counts packs brings")
 _JOINTS = (
+    "{n} {v} {a} {things} and {b} more.",
+    "{n} {v} {a} {things} on Monday. On Tuesday {n} {w} {b} {things}.",
+    "There are {a} {things} in the box. {n} {v} {b} more.",
+    "{n} {v} {a} {things} and {m} {v} {b} {things}.",
+    "{n} {v} {a} {things} in a bag and {b} in a box.",
+    "In the morning {n} {v} {a} {things}, in the evening {b}.",
+    "{m} gives {n} {a} {things}. Then {n} {v} {b} {things}.",
+    "{n} {v} {a} red {things} and {b} blue {things}.",
+    "Yesterday {n} {w} {a} {things}. Today {n} {w} {b}.",
+    "A box has {a} {things}. A bag has {b} {things}.",
     "{n} {v} {a} {things}. {m} {w} {b}.",
     "{n} {v} {a} {things}, and {m} {w} {b} {things}.",
     "{n} {v} {a} {things} and then {w} {b} more.",
@@ -71,6 +103,14 @@ _JOINTS = (
     "First {n} {v} {a} {things}, later {b} more.",
 )
 _QUESTIONS = (
+    "How many {things} are there in all?",
+    "How many {things} does that make?",
+    "What is the sum?",
+    "How many are that together?",
+    "How many {things} does one find in all?",
+    "What is the number of {things} in all?",
+    "Can you say how many {things} that is?",
+    "How many {things}?",
     "How many {things} are that?",
     "How many {things} in all?",
     "How many {things} is that together?",
@@ -106,10 +146,20 @@ def sum_sample(rng: random.Random, split: Split) -> Sample:
 
 def _story(rng: random.Random, split: Split) -> str:
     """Pick a story's pattern; most of training's are joined at random."""
-    if split != "train" or rng.random() < 0.3:
+    if split != "train" or rng.random() < 0.2:
         return _STORIES.pick(rng, split)
     told = rng.choice(_JOINTS).replace("{v}", rng.choice(_VERBS))
     return f"{told.replace('{w}', rng.choice(_VERBS))} {rng.choice(_QUESTIONS)}"
+
+
+def _plain(rng: random.Random, split: Split) -> str:
+    """Pick a pattern without a story; a quarter of training's are of two sentences."""
+    if split != "train" or rng.random() > 0.25:
+        return opened(rng, split, _PLAIN)
+    while True:
+        pattern = f"{rng.choice(_NUMBERS)} {rng.choice(_ITS_SUM)}"
+        if not any(spoken(other) in spoken(pattern) for other in (*_PLAIN.dev, *_PLAIN.test)):
+            return pattern
 
 
 def think_sum_sample(rng: random.Random, split: Split) -> Sample:
@@ -124,7 +174,7 @@ def _sum(rng: random.Random, split: Split, *, thinking: bool) -> Sample:
     a, b = words.number_pair(rng, split, low=low)
     n, m = words.names(rng, split, 2)
     things = words.plural(rng.choice(words.THINGS))
-    pattern = _story(rng, split) if rng.random() < 0.2 else _PLAIN.pick(rng, split)
+    pattern = _story(rng, split) if rng.random() < 0.2 else _plain(rng, split)
     question = pattern.format(a=a, b=b, n=n, m=m, things=things)
     answer = f"{a} + {b} = {a + b}."
     if thinking:

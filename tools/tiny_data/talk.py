@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from whalepod.tools.tiny_data import calls, passages, sums, words
+from whalepod.tools.tiny_data import calls, copying, passages, sums, words
 from whalepod.tools.tiny_data.facts import fact_sample
 from whalepod.tools.tiny_data.markup import write_calls
+from whalepod.tools.tiny_data.phrasing import varied
 from whalepod.tools.tiny_data.sample import (
     Expected,
     Message,
@@ -28,8 +29,11 @@ _CANNOT = f"I am a small model and do not know that. {ABILITIES}"
 
 _GREETINGS = Patterns(
     train=(
-        "Hello", "Hello!", "Hi", "Hi!", "Hey", "Hi there", "Good morning", "Good evening!",
-        "Hello there!",
+        "Hello", "Hello!", "Hi", "Hello, how do you do?", "Hi tiny, how are you?", "Hey you!",
+        "Hello, nice to meet you.", "Hi, I am new here.", "Good afternoon!", "Hello again!",
+        "Hi, are you well?", "Is anybody there?", "Greetings!", "How do you do?", "Hello my friend",
+        "Hi everyone!", "What's up?", "How are things?", "How is your day?", "Hello, good evening!",
+        "Hi!", "Hey", "Hi there", "Good morning", "Good evening!", "Hello there!",
         "Hello, how are you?", "How are you?", "Hey, how are you today?", "Hi tiny!", "Hello tiny",
         "Good day", "Hello, world!", "Hey there!", "Are you there?", "Hi, how is it going?",
     ),
@@ -38,11 +42,16 @@ _GREETINGS = Patterns(
 )  # fmt: skip
 _WHO_ASKED = Patterns(
     train=(
-        "Who are you?", "What are you?", "What is your name?", "Tell me about yourself.",
-        "What can you do?", "Introduce yourself.", "What model are you?", "Which model is this?",
-        "Who am I talking to?", "Hello, who are you?", "Hi! Who are you?", "Help",
-        "What do you know?",
-        "How can you help me?", "Are you a robot?", "What's your name?", "Hello! What can you do?",
+        "Who are you?", "What are you?", "Hello, who are you?", "Hi, what is your name?",
+        "Can you tell me who you are?", "Say your name.", "Do you have a name?", "Are you a model?",
+        "I want to know who you are.", "Good morning, who are you?", "What can I ask you?",
+        "Hey, what can you do?", "What are you good at?", "Are you a human?", "Please help me.",
+        "Give me your name.", "What kind of model are you?", "How should I call you?",
+        "What is this?", "Can you help me?", "What are your abilities?", "Which tasks can you do?",
+        "What is your name?", "Tell me about yourself.", "What can you do?", "Introduce yourself.",
+        "What model are you?", "Which model is this?", "Who am I talking to?", "Hi! Who are you?",
+        "Help", "What do you know?", "How can you help me?", "Are you a robot?",
+        "What's your name?", "Hello! What can you do?",
     ),
     dev=("Tell me who you are.",),
     test=("Hello! Tell me your name.", "Which model are you?", "Who is this?"),
@@ -50,6 +59,13 @@ _WHO_ASKED = Patterns(
 _THANKS = Patterns(
     train=(
         "Thanks",
+        "Many thanks!",
+        "Thank you so much!",
+        "OK, thanks.",
+        "That was good, thanks!",
+        "Perfect, thank you.",
+        "Well done!",
+        "Good answer.",
         "Thank you!",
         "Thank you very much.",
         "Thanks a lot!",
@@ -179,12 +195,15 @@ def memory_sample(rng: random.Random, split: Split) -> Sample:
     )
 
 
-_STORY_ASK = Patterns(
-    train=(
+_STORY_ASK = varied(
+    (
         "Tell me a story.", "Tell me a short story.", "Tell a story about {x}.",
-        "Write a short story about {x}.", "Tell me a story about {x}.", "I want a story about {x}.",
-        "Write a story about {x}.", "Can you tell a story?", "A story, please.",
-        "Tell me a short story about {x}.", "Can you tell me a story about {x}?",
+        "Write a short story about {x}.", "Tell me a story about {x}.", "A story about {x}",
+        "Can you tell a story?", "A story, please.", "Do you know a story about {x}?",
+        "do> tell me a story", "do> tell me a story about {x}", "do> tell a short story about {x}",
+        "do> write a short story about {x}", "do> write a story about {x}",
+        "do> invent a story about {x}", "do> make up a story about {x}", "what> a story about {x}",
+        "what> a short story about {x}", "what> a new story", "do> tell us about {x} in a story",
     ),
     dev=("Please tell me a story about {x}.",),
     test=("Could you tell a short story about {x}?", "Please write a story about {x}."),
@@ -236,10 +255,15 @@ def idle_tool_sample(rng: random.Random, split: Split) -> Sample:
     """List tools beside a prompt that needs none of them."""
     maker = rng.choice(
         (greeting_sample, greeting_sample, fact_sample, passages.passage_sample,
-         memory_sample, story_sample, passages.copy_sample)
+         memory_sample, story_sample, copying.copy_sample)
     )  # fmt: skip
+    if split == "train" and rng.random() < 0.3:
+        maker = rng.choice((outside_sample, sums.sum_sample, copying.json_sample, fact_sample,
+                            passages.passage_sample, copying.copy_sample))  # fmt: skip
     sample = maker(rng, split)
     tools = tool_list(rng, split, [], rng.choice((1, 1, 2, 2, 3)))
+    if maker is sums.sum_sample and any(calls.adds(tool) for tool in tools):
+        return idle_tool_sample(rng, split)
     return replace(sample, kind="no_tool", tools=tools)
 
 
@@ -283,7 +307,7 @@ def drill_sample(rng: random.Random, split: Split) -> Sample:
 
 def solved_sample(rng: random.Random, split: Split) -> Sample:
     """Give the think mode to prompts that need no steps."""
-    sample = rng.choice((greeting_sample, fact_sample, passages.copy_sample))(rng, split)
+    sample = rng.choice((greeting_sample, fact_sample, copying.copy_sample))(rng, split)
     tools = tool_list(rng, split, [], 1) if rng.random() < 0.3 else []
     thought = "This is easy." if not tools else "No tool is needed."
     return replace(
@@ -297,7 +321,7 @@ def solved_sample(rng: random.Random, split: Split) -> Sample:
 
 def conversation_sample(rng: random.Random, split: Split) -> Sample:
     """Put one to three finished exchanges before a prompt."""
-    makers = (greeting_sample, fact_sample, sums.sum_sample, passages.copy_sample, outside_sample)
+    makers = (greeting_sample, fact_sample, sums.sum_sample, copying.copy_sample, outside_sample)
     history: list[Message] = []
     for _ in range(rng.randint(1, 3)):
         past = rng.choice(makers)(rng, split)

@@ -21,14 +21,27 @@ def integer(low: int, high: int) -> Draw:
     return lambda rng, split: rng.randint(low, high)
 
 
+def coined(rng: random.Random, split: Split) -> str:
+    return words.made_up_word(rng)
+
+
 def short_text(rng: random.Random, split: Split) -> str:
     """Draw a short message."""
-    name, thing = words.name(rng, split), rng.choice(words.THINGS)
+    return _text(rng, words.name(rng, split), lambda: words.city(rng, split))
+
+
+def found_text(rng: random.Random) -> str:
+    """Draw a short message that a tool gives back, the same for every split."""
+    return _text(rng, words.any_name(rng), lambda: words.any_city(rng))
+
+
+def _text(rng: random.Random, name: str, city: Callable[[], str]) -> str:
+    thing = rng.choice(words.THINGS)
     return rng.choice(
         (
             f"The {thing} is ready",
             f"Bring the {thing} on {rng.choice(words.DAYS)}",
-            f"{name} is in {words.city(rng, split)}",
+            f"{name} is in {city()}",
             f"Call {name}",
             f"Buy {rng.choice(words.FOODS)} and {rng.choice(words.FOODS)}",
             f"Meet {name} at the {rng.choice(words.PLACES)}",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalepod.tools.tiny_data import words
+from whalepod.tools.tiny_data.more_tools import MORE_FAMILIES
+from whalepod.tools.tiny_data.phrasing import opened, varied
 from whalepod.tools.tiny_data.sample import Call, Patterns, Split
 from whalepod.tools.tiny_data.tool_family import Draw, Family, choice, integer
 from whalepod.tools.tiny_data.tools_that_act import ACTING
@@ -24,6 +26,19 @@ _NOUNS = words.listed(
     user task
     """
 )
+_MORE_VERBS = words.listed(
+    """
+    fix build sell wash carry turn push pull fill sort print pack empty ship call draw cut
+    scan copy reset heat cool water lift park ring block free save drop join enter leave name
+    """
+)
+_MORE_NOUNS = words.listed(
+    """
+    car train cup box book letter shop street bridge wall tower kitchen bed oven phone screen
+    server list order ticket page photo song team plan report file folder message bike bus
+    """
+)
+"""Verbs and nouns of training alone."""
 _EXTRAS: dict[str, tuple[str, Draw, str]] = {
     "city": ("in {v}", words.city, "string"),
     "name": ("for {v}", words.name, "string"),
@@ -33,6 +48,20 @@ _EXTRAS: dict[str, tuple[str, Draw, str]] = {
     "place": ("at the {v}", choice(*words.PLACES), "string"),
     "speed": ("with speed {v}", integer(1, 99), "integer"),
 }
+
+_MORE_EXTRAS: dict[str, tuple[str, Draw, str]] = {
+    "hour": ("at {v} o'clock", integer(1, 24), "integer"),
+    "minutes": ("for {v} minutes", integer(1, 99), "integer"),
+    "level": ("to level {v}", integer(1, 20), "integer"),
+    "code": ("with the code {v}", integer(100, 9999), "integer"),
+    "tool": ("with a {v}", choice(*words.THINGS), "string"),
+    "person": ("with {v}", words.name, "string"),
+    "to": ("to {v}", words.name, "string"),
+    "from": ("from {v}", words.city, "string"),
+    "count": ("{v} times", integer(2, 40), "integer"),
+    "word": ("called {v}", lambda rng, split: words.made_up_word(rng), "string"),
+}
+"""Arguments of training alone."""
 
 
 def tool_words() -> list[str]:
@@ -48,6 +77,9 @@ def tool_words() -> list[str]:
 
 _COINED_WORDS = words.listed(
     """
+    please start find show give take request fetcher reader finder by of for with at now
+    one two all this user local remote global safe simple basic smart auto net web app bot
+    manager handler action func method request hub box desk center point line
     get fetch query ask do make use call run try new fast my api tool service client helper task
     quick main info data v2 open check
     """
@@ -55,11 +87,8 @@ _COINED_WORDS = words.listed(
 _HELD_OUT_NAMES = {
     name for family in FAMILIES.values() for name in (*family.names.dev, *family.names.test)
 }
-_COINED_SHARE = 0.5
-_OPENINGS = (
-    "Hello! {r}", "Hi. {r}", "{r} Thanks!", "I have a question. {r}", "Please help me. {r}",
-    "Quick: {r}", "One more thing: {r}", "Next task. {r}", "{r} Thank you.", "Hey tiny, {r}",
-)  # fmt: skip
+_COINED_SHARE = 0.85
+_MORE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +101,10 @@ class Task:
     call: Call
     result: dict[str, Any]
     answer: str
+
+
+def _families(split: Split) -> dict[str, Family]:
+    return FAMILIES | MORE_FAMILIES if split == "train" else FAMILIES
 
 
 def _tool(name: str, description: str, properties: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +125,7 @@ def _tool(name: str, description: str, properties: dict[str, Any]) -> dict[str, 
 def _spell_name(rng: random.Random, split: Split, key: str) -> str:
     """Name a family's tool. Half of the training names are coined, so that they must be read."""
     if split != "train" or rng.random() > _COINED_SHARE:
-        return FAMILIES[key].names.pick(rng, split)
+        return _families(split)[key].names.pick(rng, split)
     while True:
         coined = rng.choice([*_COINED_WORDS, *(words.made_up_word(rng) for _ in _COINED_WORDS)])
         parts = [key, coined]
@@ -103,7 +136,7 @@ def _spell_name(rng: random.Random, split: Split, key: str) -> str:
 
 def _spell_argument(rng: random.Random, split: Split, field: str, names: Patterns) -> str:
     """Name an argument; some training names are coined, too."""
-    if split == "train" and rng.random() < _COINED_SHARE / 2:
+    if split == "train" and rng.random() < 0.3:
         return rng.choice((f"{field}_{rng.choice(_COINED_WORDS)}", words.made_up_word(rng)))
     return names.pick(rng, split)
 
@@ -118,15 +151,8 @@ def _spell_arguments(rng: random.Random, split: Split, family: Family) -> dict[s
             return spelled
 
 
-def _opened(rng: random.Random, split: Split, request: str) -> str:
-    """Put other words around a request now and then, as people do."""
-    if split != "train" or rng.random() > 0.2:
-        return request
-    return rng.choice(_OPENINGS).format(r=request)
-
-
 def _family_task(rng: random.Random, split: Split, key: str) -> Task:
-    family = FAMILIES[key]
+    family = _families(split)[key]
     slots = {field: argument.draw(rng, split) for field, argument in family.arguments.items()}
     while len(set(map(str, slots.values()))) < len(slots):
         slots = {field: argument.draw(rng, split) for field, argument in family.arguments.items()}
@@ -141,7 +167,7 @@ def _family_task(rng: random.Random, split: Split, key: str) -> Task:
     return Task(
         key=key,
         tool=_tool(name, rng.choice(family.descriptions), properties),
-        request=_opened(rng, split, family.requests.pick(rng, split).format(**slots)),
+        request=opened(rng, split, family.requests, 0.2).format(**slots),
         call=(name, {spelled[field]: value for field, value in slots.items()}),
         result=result,
         answer=family.answer.format(**slots | result),
@@ -153,50 +179,72 @@ def _held_out_pair(verb: str, noun: str) -> Split:
     return "test" if index in (2, 9) else "dev" if index == 5 else "train"
 
 
-def _composed_task(rng: random.Random, split: Split) -> Task:
-    """Make a tool that does one verb to one noun, so that tools are read and not memorised."""
+_COMPOSED = varied(
+    ("do> {v} the {n}{t}", "do> {v} the {n}{t}", "{V} {n}{t}", "Please {v} the {n}{t}"),
+    dev=("I want you to {v} the {n}{t}.",),
+    test=("Could you {v} the {n}{t}?", "Please {v} the {n}{t} for me."),
+)
+_COMPOSED_NAMES = (
+    "{v}_{n}",
+    "{v}_{n}",
+    "{v}_{n}",
+    "{v}_the_{n}",
+    "{n}_{v}",
+    "{v}_{n}_{x}",
+    "{x}_{v}_{n}",
+)
+
+
+def _verb_and_noun(rng: random.Random, split: Split) -> tuple[str, str]:
+    if split == "train" and rng.random() < 0.35:
+        return rng.choice(_VERBS + _MORE_VERBS), rng.choice(_MORE_NOUNS)
     while True:
         verb, noun = rng.choice(_VERBS), rng.choice(_NOUNS)
         if _held_out_pair(verb, noun) == split:
-            break
-    keys = rng.sample(sorted(_EXTRAS), rng.choice((0, 1, 1, 2)))
-    values = {key: _EXTRAS[key][1](rng, split) for key in keys}
-    tail = "".join(" " + _EXTRAS[key][0].format(v=values[key]) for key in keys)
-    patterns = Patterns(
-        train=(
-            "{V} the {n}{t}.",
-            "Please {v} the {n}{t}.",
-            "Can you {v} the {n}{t}?",
-            "{V} {n}{t}",
-            "{V} the {n}{t}, please.",
-            "Now {v} the {n}{t}.",
-            "I need you to {v} the {n}{t}.",
-            "Would you {v} the {n}{t}?",
-            "Will you {v} the {n}{t} now?",
-            "It is time to {v} the {n}{t}.",
-            "Go and {v} the {n}{t}.",
-        ),
-        dev=("I want you to {v} the {n}{t}.",),
-        test=("Could you {v} the {n}{t}?", "Please {v} the {n}{t} for me."),
-    )
-    text = patterns.pick(rng, split).format(V=verb.capitalize(), v=verb, n=noun, t=tail)
-    name = f"{verb}_{noun}"
-    properties = {key: {"type": _EXTRAS[key][2]} for key in keys}
+            return verb, noun
+
+
+def _composed_name(rng: random.Random, split: Split, verb: str, noun: str) -> str:
+    if split != "train":
+        return f"{verb}_{noun}"
+    coined = rng.choice((rng.choice(_COINED_WORDS), words.made_up_word(rng)))
+    return rng.choice(_COMPOSED_NAMES).format(v=verb, n=noun, x=coined)
+
+
+def _composed_task(rng: random.Random, split: Split) -> Task:
+    """Make a tool that does one verb to one noun, so that tools are read and not memorised."""
+    verb, noun = _verb_and_noun(rng, split)
+    extras = _EXTRAS | _MORE_EXTRAS if split == "train" else _EXTRAS
+    keys = rng.sample(sorted(extras), rng.choice((0, 1, 1, 2)))
+    values = {key: extras[key][1](rng, split) for key in keys}
+    tail = "".join(" " + extras[key][0].format(v=values[key]) for key in keys)
+    text = opened(rng, split, _COMPOSED, 0.2).format(V=verb.capitalize(), v=verb, n=noun, t=tail)
+    name = _composed_name(rng, split, verb, noun)
+    spelled = {key: _composed_argument(rng, split, key) for key in keys}
+    properties = {spelled[key]: {"type": extras[key][2]} for key in keys}
     status = rng.choice(("ok", "done", "ready", "started"))
     return Task(
-        key=name,
+        key=f"{verb}_{noun}",
         tool=_tool(name, f"{verb.capitalize()} the {noun}", properties),
-        request=_opened(rng, split, text),
-        call=(name, values),
+        request=text,
+        call=(name, {spelled[key]: values[key] for key in keys}),
         result={"status": status},
         answer=f"Done. The status of the {noun} is {status}.",
     )
 
 
+def _composed_argument(rng: random.Random, split: Split, key: str) -> str:
+    """Name an argument; some of training's have another word beside their own."""
+    if split == "train" and rng.random() < 0.15:
+        return f"{key}_{rng.choice(_COINED_WORDS)}"
+    return key
+
+
 def task(rng: random.Random, split: Split) -> Task:
     if rng.random() < 0.35:
         return _composed_task(rng, split)
-    return _family_task(rng, split, rng.choice(sorted(FAMILIES)))
+    more = split == "train" and rng.random() < _MORE_SHARE
+    return _family_task(rng, split, rng.choice(sorted(MORE_FAMILIES if more else FAMILIES)))
 
 
 def tool_list(

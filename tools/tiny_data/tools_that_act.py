@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whalepod.tools.tiny_data import words
+from whalepod.tools.tiny_data.phrasing import varied
 from whalepod.tools.tiny_data.sample import Patterns
 from whalepod.tools.tiny_data.tool_family import (
     WHO,
@@ -27,13 +28,28 @@ ACTING: dict[str, Family] = {
             "to": WHO,
             "text": Argument(same("text", "message", "body"), short_text),
         },
-        requests=Patterns(
-            train=(
+        requests=varied(
+            (
                 "Send {to} the message: {text}",
                 'Tell {to}: "{text}"',
                 "Write to {to}: {text}",
                 'Send "{text}" to {to}.',
                 "Message {to}: {text}",
+                '{to} should read this: "{text}"',
+                'I have a message for {to}: "{text}"',
+                'To {to}: "{text}"',
+                "say> send {to} the message: {text}",
+                "say> write to {to}: {text}",
+                "say> tell {to}: {text}",
+                "say> message {to}: {text}",
+                "say> let {to} know: {text}",
+                "say> send a message to {to}: {text}",
+                'do> send "{text}" to {to}',
+                'do> send {to} the text "{text}"',
+                'do> write "{text}" to {to}',
+                'do> tell {to} "{text}"',
+                'do> let {to} know "{text}"',
+                'do> send the message "{text}" to {to}',
             ),
             dev=("Please send {to} this: {text}",),
             test=('Please send "{text}" to {to}.', "Send this message to {to}: {text}"),
@@ -51,12 +67,24 @@ ACTING: dict[str, Family] = {
             "title": Argument(same("title", "text"), short_text),
             "day": Argument(same("day", "date"), choice(*words.DAYS)),
         },
-        requests=Patterns(
-            train=(
+        requests=varied(
+            (
                 'Create an event "{title}" on {day}.',
                 'Remind me on {day}: "{title}"',
                 "Remind me on {day}: {title}",
                 'Add "{title}" on {day}.',
+                '{day}: "{title}"',
+                'I must not forget "{title}" on {day}.',
+                'On {day} I have this: "{title}"',
+                "say> remind me on {day}: {title}",
+                "say> note for {day}: {title}",
+                "say> add for {day}: {title}",
+                'do> create an event "{title}" on {day}',
+                'do> add "{title}" on {day}',
+                'do> put "{title}" on {day}',
+                'do> remind me of "{title}" on {day}',
+                'do> write down "{title}" for {day}',
+                'do> add the event "{title}" for {day}',
             ),
             dev=('Please remind me on {day}: "{title}"',),
             test=('Please create "{title}" on {day}.', 'On {day} remind me: "{title}"'),
@@ -71,11 +99,19 @@ ACTING: dict[str, Family] = {
         ),
         descriptions=("Roll a die", "Throw a die with some sides"),
         arguments={"sides": Argument(same("sides", "n"), integer(2, 99), "integer")},
-        requests=Patterns(
-            train=(
+        requests=varied(
+            (
                 "Roll a die with {sides} sides.",
                 "Throw a die of {sides} sides.",
                 "Roll a {sides} sided die.",
+                "I need a die with {sides} sides.",
+                "A die with {sides} sides, please.",
+                "do> roll a die with {sides} sides",
+                "do> throw a die that has {sides} sides",
+                "do> roll a {sides} sided die",
+                "do> roll the die, {sides} sides",
+                "do> throw the {sides} sided die",
+                "do> roll one die of {sides} sides",
             ),
             dev=("Please roll a die with {sides} sides.",),
             test=("Throw a die with {sides} sides.", "Can you roll a die of {sides} sides?"),
@@ -91,12 +127,22 @@ ACTING: dict[str, Family] = {
         ),
         descriptions=("Set a timer", "Start a timer of some minutes"),
         arguments={"minutes": Argument(same("minutes", "time"), integer(1, 120), "integer")},
-        requests=Patterns(
-            train=(
+        requests=varied(
+            (
                 "Set a timer for {minutes} minutes.",
                 "Start a timer of {minutes} minutes.",
                 "Timer, {minutes} minutes",
                 "Wake me in {minutes} minutes.",
+                "The soup needs {minutes} minutes. Set a timer.",
+                "Call me in {minutes} minutes.",
+                "Let me know when {minutes} minutes are over.",
+                "{minutes} minutes, timer",
+                "do> set a timer for {minutes} minutes",
+                "do> start the clock for {minutes} minutes",
+                "do> wake me in {minutes} minutes",
+                "do> run a timer for {minutes} minutes",
+                "do> set the timer to {minutes} minutes",
+                "do> wait {minutes} minutes and ring",
             ),
             dev=("Please set a timer for {minutes} minutes.",),
             test=(
@@ -118,11 +164,19 @@ ACTING: dict[str, Family] = {
             "people": Argument(same("people", "guests", "count"), integer(2, 12), "integer"),
             "day": Argument(same("day", "date"), choice(*words.DAYS)),
         },
-        requests=Patterns(
-            train=(
+        requests=varied(
+            (
                 "Book a table for {people} people on {day} for {name}.",
                 "Reserve a table for {name}, {people} people, on {day}.",
                 "On {day} {name} needs a table for {people}.",
+                "{name} comes with {people} people on {day}. Book a table.",
+                "We are {people} on {day}, the name is {name}.",
+                "Table for {people}, {day}, {name}",
+                "do> book a table for {people} people on {day} for {name}",
+                "do> reserve a table for {name}, {people} people, on {day}",
+                "do> book {people} seats for {name} on {day}",
+                "do> get a table for {people} on {day} under the name {name}",
+                "do> reserve a table on {day} for {people}, name {name}",
             ),
             dev=("Please book a table for {people} on {day}, name {name}.",),
             test=("Book a table on {day} for {name}, {people} people.",),
@@ -140,12 +194,20 @@ ACTING: dict[str, Family] = {
             "item": Argument(same("item", "product"), choice(*words.THINGS, *words.FOODS)),
             "count": Argument(same("quantity", "count"), integer(1, 99), "integer"),
         },
-        requests=Patterns(
-            train=(
+        requests=varied(
+            (
                 "Order {count} of the item {item}.",
                 "Buy {count} times {item}.",
                 "Order {item}, quantity {count}.",
-                "I want to order {count} {item}.",
+                "{count} times {item}, please.",
+                "We need {item}, {count} of it.",
+                "{item}: {count}, order it.",
+                "do> order {count} of the item {item}",
+                "do> buy {count} times {item}",
+                "do> order {item}, {count} times",
+                "do> buy {item}, number {count}",
+                "do> get {count} pieces of {item} from the shop",
+                "do> place an order of {count} {item}",
             ),
             dev=("Please buy {item}, {count} of it.",),
             test=("Please order {item}, quantity {count}.", "Order {count} {item}."),
@@ -169,12 +231,21 @@ ACTING: dict[str, Family] = {
                 ),
             )
         },
-        requests=Patterns(
-            train=(
+        requests=varied(
+            (
                 "Run {command}",
                 "Run the command {command}",
                 'Execute "{command}"',
                 "Please run: {command}",
+                'What does "{command}" print?',
+                "say> run {command}",
+                "say> execute {command}",
+                "say> run the command {command}",
+                "say> type {command}",
+                'do> run "{command}"',
+                'do> execute "{command}"',
+                'do> run the command "{command}"',
+                'do> type "{command}" into the shell',
             ),
             dev=('Please run "{command}".',),
             test=('Run this command: "{command}"', "Can you run {command}"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from whalepod.tools.tiny_data import words
+from whalepod.tools.tiny_data.phrasing import varied
 from whalepod.tools.tiny_data.sample import Patterns
 from whalepod.tools.tiny_data.tool_family import (
     CITY,
     Argument,
     Family,
     choice,
+    found_text,
     integer,
     path,
     query,
@@ -26,16 +28,17 @@ READING: dict[str, Family] = {
         ),
         descriptions=("Get the weather of a city", "Current weather", "Weather in a place"),
         arguments={"city": CITY},
-        requests=Patterns(
-            train=(
-                "What is the weather in {city}?",
-                "How is the weather in {city}?",
-                "Weather in {city}",
-                "Is it raining in {city}?",
-                "Tell me the weather in {city}.",
-                "What's the weather like in {city}?",
-                "How warm is it in {city}?",
-                "I want to know the weather in {city}.",
+        requests=varied(
+            (
+                "What is the weather in {city}?", "How is the weather in {city}?",
+                "Weather in {city}", "Is it raining in {city}?",
+                "What's the weather like in {city}?", "How warm is it in {city}?",
+                "Do I need a coat in {city}?", "Is it cold in {city}?",
+                "I travel to {city}. How is the weather?", "I am in {city}. Is it raining?",
+                "what> the weather in {city}", "what> the weather of {city}",
+                "do> check the weather in {city}", "do> get the weather of {city}",
+                "do> look up the weather in {city}", "if> how the weather is in {city}",
+                "if> how warm it is in {city}", "if> if it rains in {city}",
             ),
             dev=("What is the weather like in {city} today?",),
             test=("How is the weather in {city} today?", "Please tell me the weather in {city}."),
@@ -54,13 +57,14 @@ READING: dict[str, Family] = {
         ),
         descriptions=("Get the local time of a city", "Current time in a place"),
         arguments={"city": CITY},
-        requests=Patterns(
-            train=(
-                "What time is it in {city}?",
-                "Tell me the time in {city}.",
-                "What is the time in {city}?",
-                "Time in {city}?",
-                "How late is it in {city}?",
+        requests=varied(
+            (
+                "What time is it in {city}?", "What is the time in {city}?", "Time in {city}?",
+                "How late is it in {city}?", "I call someone in {city}. What time is it there?",
+                "Which time do they have in {city}?", "what> the time in {city}",
+                "what> the clock time in {city}", "do> check the time in {city}",
+                "do> get the time of {city}", "if> what time it is in {city}",
+                "if> how late it is in {city}",
             ),
             dev=("What is the local time in {city}?",),
             test=("What time is it now in {city}?", "I want to know the time in {city}."),
@@ -79,13 +83,14 @@ READING: dict[str, Family] = {
             "a": Argument(same("a", "x", "first"), integer(1, 9999), "integer"),
             "b": Argument(same("b", "y", "second"), integer(1, 9999), "integer"),
         },
-        requests=Patterns(
-            train=(
-                "What is {a} + {b}?",
-                "Add {a} and {b}.",
-                "Use the tool to add {a} and {b}.",
-                "How much is {a} plus {b}?",
-                "Sum of {a} and {b}?",
+        requests=varied(
+            (
+                "What is {a} + {b}?", "Use the tool to add {a} and {b}.", "Sum of {a} and {b}?",
+                "{a} + {b} = ?", "How much is {a} + {b}?", "I have {a} and {b}. What is the sum?",
+                "do> add {a} and {b}", "do> sum up {a} and {b}", "do> calculate {a} + {b}",
+                "do> compute {a} + {b}", "do> add the numbers {a} and {b}",
+                "what> the sum of {a} and {b}", "what> the result of {a} + {b}", "what> {a} + {b}",
+                "if> how much {a} and {b} is", "if> what {a} + {b} is",
             ),
             dev=("What is the sum of {a} and {b}?",),
             test=("Please add {a} and {b} with the tool.", "What is {a} plus {b}?"),
@@ -101,14 +106,16 @@ READING: dict[str, Family] = {
         ),
         descriptions=("Search the web", "Search for a text", "Find pages"),
         arguments={"query": Argument(same("query", "q", "text"), query)},
-        requests=Patterns(
-            train=(
-                "Search for {query}.",
-                'Search the web for "{query}".',
-                "Find {query}.",
-                "Look up {query}.",
-                "Please search: {query}",
-                "Search {query}",
+        requests=varied(
+            (
+                "Search for {query}.", 'Search the web for "{query}".', "Find {query}.",
+                "Look up {query}.", "Please search: {query}", "Search {query}",
+                "What do you find about {query}?", "Is there anything about {query}?",
+                "say> search {query}", "say> find {query}", "say> search: {query}",
+                "do> look up {query}", "do> find {query}", 'do> search "{query}"',
+                "do> find pages about {query}", "do> look for {query}",
+                "do> search for pages about {query}", "do> start a search for {query}",
+                "what> pages about {query}",
             ),
             dev=("Please search for {query}.",),
             test=("Can you search for {query}?", "Search the web for {query}."),
@@ -132,12 +139,19 @@ READING: dict[str, Family] = {
                 same("to", "target"), choice("USD", "EUR", "GBP", "JPY", "CHF", "SEK")
             ),
         },
-        requests=Patterns(
-            train=(
+        requests=varied(
+            (
                 "Convert {amount} {source} to {target}.",
                 "How much is {amount} {source} in {target}?",
-                "Change {amount} {source} into {target}.",
-                "What are {amount} {source} in {target}?",
+                "What are {amount} {source} in {target}?", "{amount} {source} in {target}",
+                "I have {amount} {source}. How much is that in {target}?",
+                "do> convert {amount} {source} to {target}",
+                "do> convert {amount} {source} into {target}",
+                "do> change {amount} {source} into {target}",
+                "do> exchange {amount} {source} for {target}",
+                "do> turn {amount} {source} into {target}", "what> {amount} {source} in {target}",
+                "if> how much {amount} {source} is in {target}",
+                "if> what {amount} {source} are in {target}",
             ),
             dev=("Please convert {amount} {source} into {target}.",),
             test=(
@@ -158,13 +172,16 @@ READING: dict[str, Family] = {
         arguments={
             "item": Argument(same("item", "product", "name"), choice(*words.THINGS, *words.FOODS))
         },
-        requests=Patterns(
-            train=(
-                "What does the {item} cost?",
-                "How much is the {item}?",
-                "What is the price of the {item}?",
-                "Price of {item}?",
-                "Check the price of {item}.",
+        requests=varied(
+            (
+                "What does the {item} cost?", "How much is the {item}?",
+                "What is the price of the {item}?", "Price of {item}?",
+                "I want to buy a {item}. How much is it?",
+                "Is the {item} cheap? What does it cost?", "what> the price of the {item}",
+                "what> the price for a {item}", "what> the cost of the {item}",
+                "do> check the price of the {item}", "do> look up the price of the {item}",
+                "if> what the {item} costs", "if> how much the {item} is",
+                "if> how much a {item} costs",
             ),
             dev=("How much does the {item} cost?",),
             test=("Tell me the price of the {item}.", "How much do I pay for the {item}?"),
@@ -185,12 +202,17 @@ READING: dict[str, Family] = {
                 same("language", "target_language", "to"), choice(*words.LANGUAGES)
             ),
         },
-        requests=Patterns(
-            train=(
-                'Translate "{text}" into {language}.',
-                "Translate into {language}: {text}",
-                'What is "{text}" in {language}?',
-                'How do you say "{text}" in {language}?',
+        requests=varied(
+            (
+                'Translate "{text}" into {language}.', "Translate into {language}: {text}",
+                'What is "{text}" in {language}?', 'How do you say "{text}" in {language}?',
+                '"{text}" in {language}?', 'What does "{text}" mean in {language}?',
+                'How does one write "{text}" in {language}?',
+                'do> translate "{text}" into {language}', 'do> put "{text}" into {language}',
+                'do> turn the text "{text}" into {language}', 'do> write "{text}" in {language}',
+                "say> translate into {language}: {text}", "say> write in {language}: {text}",
+                "say> put into {language}: {text}", 'what> "{text}" in {language}',
+                'if> what "{text}" is in {language}', 'if> how to say "{text}" in {language}',
             ),
             dev=('Please translate "{text}" to {language}.',),
             test=('Translate "{text}" to {language}.', 'Say "{text}" in {language}.'),
@@ -206,18 +228,19 @@ READING: dict[str, Family] = {
         ),
         descriptions=("Read a file", "Read the text of a file"),
         arguments={"path": Argument(same("path", "file", "filename"), path)},
-        requests=Patterns(
-            train=(
-                "Read {path}.",
-                "Open the file {path}",
-                "Show me {path}",
-                "What is in {path}?",
-                "Read the file {path}",
+        requests=varied(
+            (
+                "Read {path}.", "Open the file {path}", "Show me {path}", "What is in {path}?",
+                "Read the file {path}", "What does {path} say?", "say> read {path}",
+                "say> open {path}", "say> open the file {path}", "say> show me {path}",
+                "say> print {path}", "say> load the file {path}", "do> read the file {path}",
+                "do> open {path}", "do> look into {path}", "what> the text of {path}",
+                "what> the content of {path}", "if> what is in {path}", "if> what {path} says",
             ),
             dev=("Please read {path}",),
             test=("Show me the file {path}", "What is in the file {path}?"),
         ),
-        result=lambda rng, slots: {"content": short_text(rng, "train")},
+        result=lambda rng, slots: {"content": found_text(rng)},
         answer="The file says: {content}",
     ),
     "stock": Family(
@@ -228,12 +251,15 @@ READING: dict[str, Family] = {
         ),
         descriptions=("Get the price of a stock", "Stock price"),
         arguments={"symbol": Argument(same("symbol", "ticker"), symbol)},
-        requests=Patterns(
-            train=(
-                "What is the stock price of {symbol}?",
-                "How is the stock {symbol}?",
-                "Stock price of {symbol}",
-                "Get the stock of {symbol}.",
+        requests=varied(
+            (
+                "What is the stock price of {symbol}?", "How is the stock {symbol}?",
+                "Stock price of {symbol}", "How much is one {symbol} stock?",
+                "Where is {symbol} now, the stock?", "what> the stock price of {symbol}",
+                "what> the price of {symbol}", "what> the quote of {symbol}",
+                "do> get the stock of {symbol}", "do> check the stock {symbol}",
+                "do> look up the stock {symbol}", "if> how the stock {symbol} is",
+                "if> what the stock {symbol} costs",
             ),
             dev=("Tell me the stock price of {symbol}.",),
             test=("How is the stock {symbol} today?", "What is the price of the stock {symbol}?"),
@@ -249,12 +275,15 @@ READING: dict[str, Family] = {
         ),
         descriptions=("Find the phone number of a person", "Look up a person"),
         arguments={"name": Argument(same("name", "person", "user"), words.name)},
-        requests=Patterns(
-            train=(
-                "What is the phone number of {name}?",
-                "Find the number of {name}.",
-                "Look up {name}.",
-                "I need the phone number of {name}.",
+        requests=varied(
+            (
+                "What is the phone number of {name}?", "How can I call {name}?",
+                "I want to call {name}. What is the number?", "do> find the number of {name}",
+                "do> look up {name}", "do> find {name} in the phone book",
+                "do> get the phone number of {name}", "do> look up how to call {name}",
+                "what> the phone number of {name}", "what> {name}'s phone number",
+                "what> the number of {name}", "if> which number {name} has",
+                "if> how I can call {name}",
             ),
             dev=("Tell me the number of {name}.",),
             test=("Find the phone number of {name}.", "Look up the number of {name}."),
@@ -273,12 +302,19 @@ READING: dict[str, Family] = {
             "start": Argument(same("from", "start", "origin"), words.city),
             "end": Argument(same("to", "end", "destination"), words.city),
         },
-        requests=Patterns(
-            train=(
+        requests=varied(
+            (
                 "How far is it from {start} to {end}?",
                 "What is the distance from {start} to {end}?",
-                "Distance between {start} and {end}?",
-                "Find the way from {start} to {end}.",
+                "How many km is it from {start} to {end}?",
+                "I go from {start} to {end}. How far is that?", "From {start} to {end}, how far?",
+                "How long is the way from {start} to {end}?",
+                "do> find the way from {start} to {end}",
+                "do> look up the distance from {start} to {end}",
+                "do> check the way from {start} to {end}",
+                "what> the distance from {start} to {end}", "what> the way from {start} to {end}",
+                "what> the km from {start} to {end}", "if> how far it is from {start} to {end}",
+                "if> how far {start} is from {end}",
             ),
             dev=("What is the distance between {start} and {end}?",),
             test=("How far is {end} from {start}?", "Tell me the distance from {start} to {end}."),
@@ -293,12 +329,13 @@ READING: dict[str, Family] = {
             test=("get_date", "date_lookup"),
         ),
         descriptions=("Get the date of today", "Current day"),
-        requests=Patterns(
-            train=(
-                "What day is it?",
-                "Which day is today?",
-                "What is the date?",
-                "Tell me the date.",
+        requests=varied(
+            (
+                "What day is it?", "Which day is today?", "What is the date?",
+                "What day do we have today?", "Today is which day?",
+                "Is it Monday or what day is it?", "what> the date of today", "what> the date",
+                "what> the day of today", "do> check the date", "do> look up the date",
+                "if> what day it is", "if> which day is today", "if> what date we have",
             ),
             dev=("What is the day today?",),
             test=("Tell me which day it is.", "What is the date today?"),
@@ -306,4 +343,4 @@ READING: dict[str, Family] = {
         result=lambda rng, slots: {"day": rng.choice(words.DAYS)},
         answer="Today is {day}.",
     ),
-}
+}  # fmt: skip

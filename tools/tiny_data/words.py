@@ -102,10 +102,30 @@ def made_up_word(rng: random.Random, syllables: int = 2) -> str:
     return "".join(parts) + rng.choice(_CODAS)
 
 
-def name(rng: random.Random, split: Split) -> str:
-    if split == "train" and rng.random() < 0.45:
+def _blend(rng: random.Random, listed: dict[Split, list[str]]) -> str:
+    """Join the head of one training word to the tail of another: new words of familiar pieces."""
+    while True:
+        first, second = rng.sample(listed["train"], 2)
+        word = first[: rng.choice((2, 3, 4))] + second[-rng.choice((2, 3, 4)) :].lower()
+        if word not in listed["dev"] and word not in listed["test"]:
+            return word
+
+
+def any_name(rng: random.Random) -> str:
+    if rng.random() < 0.45:
         return made_up_word(rng, rng.choice((1, 2, 2, 2))).capitalize()
-    return rng.choice(NAMES[split])
+    return rng.choice(NAMES["train"])
+
+
+def any_city(rng: random.Random) -> str:
+    return made_up_word(rng).capitalize() if rng.random() < 0.4 else rng.choice(CITIES["train"])
+
+
+def name(rng: random.Random, split: Split) -> str:
+    draw = rng.random() if split == "train" else 1.0
+    if draw < 0.25:
+        return made_up_word(rng, rng.choice((1, 2, 2, 2))).capitalize()
+    return _blend(rng, NAMES) if draw < 0.55 else rng.choice(NAMES[split])
 
 
 def names(rng: random.Random, split: Split, count: int) -> list[str]:
@@ -119,9 +139,10 @@ def names(rng: random.Random, split: Split, count: int) -> list[str]:
 
 
 def city(rng: random.Random, split: Split) -> str:
-    if split == "train" and rng.random() < 0.4:
+    draw = rng.random() if split == "train" else 1.0
+    if draw < 0.25:
         return made_up_word(rng).capitalize()
-    return rng.choice(CITIES[split])
+    return _blend(rng, CITIES) if draw < 0.5 else rng.choice(CITIES[split])
 
 
 def plural(noun: str) -> str:

@@ -1,0 +1,193 @@
+"""What the machines of a group share: a few words in torch's TCPStore, and never a long wait.
+
+The store is torch's; here each call gets a deadline, and an error that names the store. Whoever
+holds it (machine 0, or torchrun's agent) is the one without whom nobody goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from whalepod.server.cluster.nodes import NodePlan
+from whalepod.server.cluster.waiting import Waiting
+from whalepod.server.errors import GroupLost, StartupError
+
+T = TypeVar("T")
+CALL_TIMEOUT_S = 10.0
+"""A store that does not answer for so long is lost."""
+LOOK_S = 0.1
+CLOSE_TIMEOUT_S = 1.0
+CONNECT_TIMEOUT_S = 2.0
+RETRY_S = 0.5
+
+
+class StoreLost(GroupLost):
+    """The store does not answer: its machine, or the way to it, is gone."""
+
+
+class GroupStore:
+    """Words by name, on the machine where the store runs. Any thread may call.
+
+    where    "address:port", for people
+    address  of this machine on the way to the store: where others reach it
+    """
+
+    def __init__(
+        self, raw: Store, where: str, address: str, *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> None:
+        self._raw = raw
+        self.where = where
+        self.address = address
+        self._timeout_s = timeout_s
+        self._lost: str | None = None
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        # a call that hangs in the library hangs there for ever: it must not hold up our end
+        self._thread = threading.Thread(target=self._run_calls, name="group-store", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._calls.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def get(self, key: str) -> str | None:
+        """Return the word, or None if nobody has set it."""
+
+        def read() -> str | None:
+            return self._raw.get(key).decode() if self._raw.check([key]) else None
+
+        return self._call(read)
+
+    def set(self, key: str, value: str) -> None:
+        self._call(lambda: self._raw.set(key, value))
+
+    def claim(self, key: str, value: str) -> str:
+        """Set the word if nobody has; return what it is."""
+        found = self._call(lambda: self._raw.compare_set(key, "", value))
+        return bytes(found).decode()
+
+    def _call(self, function: Callable[[], T]) -> T:
+        if self._lost is None:
+            future: Future[T] = Future()
+            self._calls.put((function, future))
+            try:
+                return self._wait(future)
+            except TimeoutError:
+                self._lost = f"the store at {self.where} has not answered for {self._timeout_s:g} s"
+            except RuntimeError as error:  # torch's, of several kinds
+                self._lost = f"the store at {self.where} is gone ({_first_line(error)})"
+        raise StoreLost(self._lost)
+
+    def _wait(self, future: Future[T]) -> T:
+        """Return the result; TimeoutError after so many looks that they take the deadline.
+
+        Looks are counted, not seconds: a process that was stopped, or whose interpreter a compiler
+        held for long, must not blame the store.
+        """
+        for _ in range(math.ceil(self._timeout_s / LOOK_S)):
+            if future in wait([future], LOOK_S).done:
+                return future.result()
+        raise TimeoutError
+
+    def _run_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            function, future = call
+            try:
+                future.set_result(function())
+            except RuntimeError as error:
+                future.set_exception(error)
+
+
+def open_store(plan: NodePlan, waiting: Waiting) -> GroupStore:
+    """Open the store if it is this launcher's, else wait until it answers. Raises StartupError."""
+    if plan.hosts_store:
+        return _host(plan)
+    address = _wait_for_listener(plan, waiting)
+    return connect(plan.address, plan.port, plan.attempt, address)
+
+
+def connect(host: str, port: int, attempt: str, address: str) -> GroupStore:
+    """Connect to a store that is known to answer. `address`: see `GroupStore`."""
+    return GroupStore(
+        connect_library(host, port, attempt, CALL_TIMEOUT_S), f"{host}:{port}", address
+    )
+
+
+def connect_library(host: str, port: int, attempt: str, timeout_s: float) -> Store:
+    """Return a connection for a library that brings its own part of a group together over it.
+
+    It has to be one of its own: a library that waits for a word holds the connection meanwhile.
+    Raises StartupError.
+    """
+    try:
+        raw = TCPStore(
+            host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise StartupError(
+            f"the store at {host}:{port} cannot be used ({_first_line(error)})"
+        ) from error
+    return PrefixStore(f"whalepod/{attempt}", raw)
+
+
+def _host(plan: NodePlan) -> GroupStore:
+    """Listen at the one address that the others know, and nowhere else."""
+    host, port = plan.address, plan.port
+    try:
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(place[:2], family=family)
+    except OSError as error:
+        raise StartupError(
+            f"machine 0 cannot listen at {host}:{port} for the others ({error.strerror or error}): "
+            "choose another --master-port, or an address of this machine, on all machines"
+        ) from error
+    address = str(listener.getsockname()[0])
+    raw = TCPStore(
+        address,
+        port,
+        None,
+        True,
+        timedelta(seconds=CALL_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return GroupStore(PrefixStore(f"whalepod/{plan.attempt}", raw), f"{host}:{port}", address)
+
+
+def _wait_for_listener(plan: NodePlan, waiting: Waiting) -> str:
+    """Return this machine's address on the way to the store, once somebody listens there."""
+    where, reason = f"{plan.address}:{plan.port}", ""
+    while waiting.goes_on(f"machine 0 at {where}{reason}"):
+        try:
+            with socket.create_connection((plan.address, plan.port), CONNECT_TIMEOUT_S) as probe:
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            reason = f" ({error.strerror or error})"
+        time.sleep(RETRY_S)
+    raise StartupError(
+        f"nobody answers at {where} within {waiting.timeout_s:g} s{reason}: is machine 0 started, "
+        "and is this its address?"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,304 @@
+"""Launchers that meet in one process: every way in which they do not is one sentence for all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from tests.gateway.serving import wait_until
+from whalepod.server.cluster.membership import Membership, change
+from whalepod.server.cluster.nodes import NodePlan
+from whalepod.server.cluster.rendezvous import (
+    SILENCE_S,
+    End,
+    NodeWatch,
+    Roster,
+    end_group,
+    leave,
+    meet,
+    read_end,
+    wait_until_left,
+)
+from whalepod.server.cluster.store import (
+    GroupStore,
+    StoreLost,
+    connect,
+    connect_library,
+    open_store,
+)
+from whalepod.server.cluster.store_membership import StoreMembership
+from whalepod.server.cluster.waiting import Waiting
+from whalepod.server.errors import StartupError
+
+LOOPBACK = "127.0.0.1"
+SETTINGS = {"model": "abcdef0123456789", "dtype": "fp32"}
+ROSTER = Roster(address=(LOOPBACK,) * 4, launchers=(0, 0, 2, 2))
+
+
+def free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def plan_of(node: int, port: int, *, timeout_s: float = 20.0) -> NodePlan:
+    return NodePlan(
+        first_rank=2 * node,
+        num_local=2,
+        num_ranks=4,
+        ranks_per_node=2,
+        address=LOOPBACK,
+        port=port,
+        hosts_store=node == 0,
+        timeout_s=timeout_s,
+        source="test",
+    )
+
+
+@pytest.fixture
+def stores() -> Iterator[tuple[GroupStore, GroupStore]]:
+    """Machine 0's store, and another machine's end of it."""
+    port = free_port()
+    with (
+        open_store(plan_of(0, port), Waiting(20.0)) as own,
+        open_store(plan_of(1, port), Waiting(20.0)) as other,
+    ):
+        yield own, other
+
+
+def both(first: Callable[[], object], second: Callable[[], object]) -> list[object]:
+    """Run two launchers at once; return what they return or raise."""
+
+    def outcome(function: Callable[[], object]) -> object:
+        try:
+            return function()
+        except StartupError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(outcome, (first, second)))
+
+
+def met(
+    stores: tuple[GroupStore, GroupStore],
+    *,
+    settings: dict[str, str] = SETTINGS,
+    node: int = 1,
+    timeout_s: float = 20.0,
+) -> list[object]:
+    """Let machine 0 meet another one that was started with these settings."""
+    return both(
+        lambda: meet(stores[0], plan_of(0, 1), SETTINGS, "/a/nano", Waiting(timeout_s)),
+        lambda: meet(stores[1], plan_of(node, 1), settings, "/b/nano", Waiting(timeout_s)),
+    )
+
+
+def test_machines_meet_and_know_where_each_rank_is(
+    stores: tuple[GroupStore, GroupStore],
+) -> None:
+    assert met(stores) == [ROSTER, ROSTER]
+    assert ROSTER.name([2, 3]) == "ranks 2, 3 (127.0.0.1)"
+
+
+def test_another_model_or_flag_is_named_with_its_ranks_on_all_machines(
+    stores: tuple[GroupStore, GroupStore],
+) -> None:
+    other = {"model": "9999999999", "dtype": "bf16"}
+    first, second = met(stores, settings=other)
+    assert first == second
+    assert "dtype: fp32 on ranks [0]; bf16 on ranks [2]" in str(first)
+    assert "/a/nano (abcdef01) on ranks [0]; /b/nano (99999999) on ranks [2]" in str(first)
+
+
+def test_a_rank_that_is_taken_is_refused(stores: tuple[GroupStore, GroupStore]) -> None:
+    first, second = met(stores, node=0)
+    assert "rank 0 is taken by 127.0.0.1" in f"{first}{second}"
+    assert "--node-rank" in f"{first}{second}"
+
+
+def test_who_does_not_come_is_named_while_waiting_and_at_the_end(
+    stores: tuple[GroupStore, GroupStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    times = iter([0.0, 31.0, 400.0])
+    waiting = Waiting(300.0, clock=lambda: next(times))
+    with pytest.raises(StartupError, match="ranks 2, 3 of 4 did not come within 300 s"):
+        meet(stores[0], plan_of(0, 1), SETTINGS, "nano", waiting)
+    assert "waiting for ranks 2, 3 of 4, 31 s of 300 s" in caplog.text
+    late = Waiting(20.0)
+    with pytest.raises(StartupError, match="ranks 2, 3 of 4 did not come"):
+        meet(stores[1], plan_of(1, 1), SETTINGS, "nano", late)
+
+
+def test_a_port_in_use_is_one_sentence() -> None:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=rf"cannot listen at 127.0.0.1:{port}.*in use"):
+            open_store(plan_of(0, port), Waiting(1.0))
+
+
+def test_an_address_where_nobody_listens_is_one_sentence() -> None:
+    port = free_port()
+    with pytest.raises(StartupError, match=rf"nobody answers at 127.0.0.1:{port} .*refused"):
+        open_store(plan_of(1, port), Waiting(0.8))
+
+
+def test_a_launcher_that_is_told_to_stop_waits_no_longer() -> None:
+    with pytest.raises(StartupError, match="told to stop"):
+        open_store(plan_of(1, free_port()), Waiting(300.0, lambda: "told to stop"))
+
+
+# -- the store ----------------------------------------------------------------------------------
+
+STORE_PROGRAM = """
+import sys
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def foreign_store() -> Iterator[subprocess.Popen[str]]:
+    """A store in a process that can be killed and stopped; its port is the first line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STORE_PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def port_of(process: subprocess.Popen[str]) -> int:
+    assert process.stdout is not None
+    return int(process.stdout.readline())
+
+
+def test_a_store_that_dies_is_named(foreign_store: subprocess.Popen[str]) -> None:
+    port = port_of(foreign_store)
+    has_changed = threading.Event()
+    with connect(LOOPBACK, port, "0", LOOPBACK) as store:
+        members = StoreMembership(store, has_changed.set)
+        assert members.is_newest(0)
+        foreign_store.kill()
+        assert has_changed.wait(20.0)
+        with pytest.raises(StoreLost, match=f"the store at 127.0.0.1:{port} is gone"):
+            members.is_newest(0)
+        with pytest.raises(StoreLost):
+            store.get("x")
+        members.close()
+
+
+def test_a_store_that_does_not_answer_is_lost_at_the_deadline(
+    foreign_store: subprocess.Popen[str],
+) -> None:
+    port = port_of(foreign_store)
+    raw = TCPStore(LOOPBACK, port, None, False, timedelta(seconds=300), wait_for_workers=False)
+    with GroupStore(raw, f"{LOOPBACK}:{port}", LOOPBACK, timeout_s=0.5) as store:
+        store.set("a", "1")
+        foreign_store.send_signal(signal.SIGSTOP)
+        with pytest.raises(StoreLost, match=r"has not answered for 0\.5 s"):
+            store.get("a")
+        foreign_store.send_signal(signal.SIGCONT)
+        with pytest.raises(StoreLost):
+            store.get("a")  # whoever called it lost does not change his mind
+
+
+def test_a_library_that_waits_for_a_word_holds_up_nobody(
+    foreign_store: subprocess.Popen[str],
+) -> None:
+    port = port_of(foreign_store)
+    with connect(LOOPBACK, port, "0", LOOPBACK) as store, ThreadPoolExecutor(1) as pool:
+        library = connect_library(LOOPBACK, port, "0", 60.0)
+        word = pool.submit(library.get, "late")
+        store.set("a", "1")
+        assert store.get("a") == "1"
+        assert not word.done()
+        store.set("late", "2")
+        assert word.result(20.0) == b"2"
+
+
+def test_one_of_many_that_commit_at_once_succeeds(stores: tuple[GroupStore, GroupStore]) -> None:
+    members = [StoreMembership(store) for store in stores]
+
+    def join(rank: int) -> None:
+        change(members[rank % 2], lambda newest: newest.joined_by(rank))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(join, range(8)))
+    assert members[0].newest() == Membership(8, frozenset(range(8)))
+    assert not members[0].commit(Membership(8, frozenset()))
+    assert not members[0].commit(Membership(10, frozenset()))
+    wait_until(lambda: not members[1].is_newest(7))
+    assert members[1].is_newest(8)
+    for one in members:
+        one.close()
+
+
+# -- the end ------------------------------------------------------------------------------------
+
+
+def test_the_first_reason_is_everybodys(stores: tuple[GroupStore, GroupStore]) -> None:
+    assert read_end(stores[0]) is None
+    first = end_group(stores[1], End(1, "rank 3 was ended by SIGKILL"))
+    assert end_group(stores[0], End(0, "told to stop")) == first
+    watch = NodeWatch(stores[0], plan_of(0, 1), ROSTER)
+    assert watch.look() == first
+
+
+def test_machine_0_keeps_the_store_until_the_others_have_left(
+    stores: tuple[GroupStore, GroupStore],
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_until_left, stores[0], ROSTER, 60.0)
+        assert not waiting.done()
+        leave(stores[1], plan_of(1, 1))
+        waiting.result(20.0)
+
+
+@pytest.mark.parametrize(("node", "silent"), [(0, "ranks 2, 3"), (1, "ranks 0, 1")])
+def test_a_machine_that_falls_silent_ends_the_group(
+    stores: tuple[GroupStore, GroupStore], node: int, silent: str
+) -> None:
+    now = 0.0
+    watch = NodeWatch(stores[0], plan_of(node, 1), ROSTER, clock=lambda: now)
+    other = NodeWatch(stores[1], plan_of(1 - node, 1), ROSTER, clock=lambda: 0.0)
+    for _ in range(4):
+        now += SILENCE_S - 1.0
+        assert other.look() is None
+        assert watch.look() is None
+    now += SILENCE_S + 1.0
+    end = watch.look()
+    assert end == End(1, f"the machine of {silent} (127.0.0.1) is silent for 30 s")
+    assert other.look() == end
+
+
+def test_a_rank_that_the_others_went_on_without_ends_the_group(
+    stores: tuple[GroupStore, GroupStore],
+) -> None:
+    members = StoreMembership(stores[0])
+    watch = NodeWatch(stores[0], plan_of(0, 1), ROSTER)
+    for rank in range(4):
+        change(members, lambda newest, rank=rank: newest.joined_by(rank))
+        assert watch.look() is None
+    change(members, lambda newest: newest.without(frozenset({3})))
+    assert watch.look() == End(1, "the other ranks went on without rank 3 (127.0.0.1)")
+    members.close()

@@ -1,0 +1,57 @@
+"""Machine code is kept where the caller says, for each signature apart."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from whalepod.kernels.cpu.regions import Region, Team, _new_function, argument
+from whalepod.kernels.cpu.simd import i64_pointer, store
+
+
+def _answer_region(block):  # type: ignore[no-untyped-def]
+    store(i64_pointer(argument(block, 0)), 0, 42)
+
+
+ANSWER = Region(_answer_region, "1q")
+
+
+def run_answer(folder: Path, dtype: torch.dtype) -> bool:
+    """Compile, as another process would, and run; return whether it was found in the folder."""
+    function = _new_function(ANSWER, dtype)
+    function.keep_in(folder)
+    function.compile()
+    out = torch.zeros(1, dtype=torch.int64)
+    Team(1, folder).run(ANSWER, dtype, 1, out.data_ptr())
+    assert int(out) == 42
+    return function.cache_hits == 1
+
+
+def test_code_goes_where_the_caller_says_and_is_found_again(tmp_path: Path) -> None:
+    assert not run_answer(tmp_path, torch.float32)
+    assert run_answer(tmp_path, torch.float32), "the second start compiles nothing"
+    assert len(list(tmp_path.rglob("*.nbc"))) == 1
+    beside = Path(__file__).parent / "__pycache__"
+    assert not list(beside.glob("*_answer_region*.nb?"))
+
+
+def test_two_dtypes_never_share_a_file(tmp_path: Path) -> None:
+    """Else of two processes that start at once one could leave its code under the other's name."""
+    run_answer(tmp_path / "a", torch.float32)
+    run_answer(tmp_path / "b", torch.bfloat16)
+    names = [{file.name for file in (tmp_path / part).rglob("*.nb?")} for part in "ab"]
+    assert all(len(found) == 2 for found in names)
+    assert not names[0] & names[1]
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_does_not_matter(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        assert not run_answer(folder, torch.float32)
+    assert str(folder) in caplog.text
