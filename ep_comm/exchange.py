@@ -85,7 +85,7 @@ class Exchange:
             block = self._outbox.open(rank, offset, size)
             block.copy_(data)
             word = self._regions.words.word(place)
-            self._outbox.send(rank, offset, block, word, self._epoch, 1)
+            self._outbox.send(rank, offset, block, size, word, self._epoch, 1)
 
     def collect(
         self, dtype: torch.dtype, deadline_ms: float

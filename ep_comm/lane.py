@@ -79,8 +79,8 @@ class Lane:
     def send(self, outbox: Outbox, rank: int, turn: Turn, place: int, records: Tensor) -> None:
         """Send records that `open` returned."""
         word, count = self.word(turn, place), len(records)
-        data = records.view(-1)
-        outbox.send(rank, self._offset(turn, place), data, word, turn.epoch, count)
+        num_bytes = count * self.record_bytes
+        outbox.send(rank, self._offset(turn, place), records, num_bytes, word, turn.epoch, count)
 
     def give_up(self, group: Group, rank: int, turn: Turn, place: int) -> None:
         """Tell `rank` that this rank sends nothing for a turn, because it gave the call up."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from whalepod.ep_comm.group import Group, signal_value
 from whalepod.ep_comm.heap import ALIGNMENT_BYTES, Region
+from whalepod.ep_comm.transport.interface import Transport
 
 RowDtype = Literal["float32", "bfloat16", "float8"]
 _DTYPES = {
@@ -205,6 +206,7 @@ class Outbox:
         self._used_bytes = 0
         self.sent_bytes_R = torch.zeros(group.num_ranks, dtype=torch.int64)
         """Data sent to each rank since the start, signals not counted."""
+        self._sent_bytes = self.sent_bytes_R.numpy()  # the same memory
 
     def begin(self) -> None:
         """Start a phase: the staging region can be used again when all puts are complete."""
@@ -222,14 +224,50 @@ class Outbox:
         return self._staging.view(self._transport.heap)[start : start + num_bytes]
 
     def send(
-        self, rank: int, offset: int, block: Tensor, word: int, epoch: int, count: int
+        self,
+        rank: int,
+        offset: int,
+        block: Tensor,
+        num_bytes: int,
+        word: int,
+        epoch: int,
+        count: int,
     ) -> None:
-        """Send a block that `open` returned, or its first bytes, then the signal (epoch, count)."""
-        self.sent_bytes_R[rank] += block.numel()
-        if self._transport.peer_view(rank) is None and block.numel():
-            self._transport.put_nbi(offset, block, rank)
+        """Send the first bytes of a block that `open` returned, then the signal (epoch, count)."""
+        self._sent_bytes[rank] += num_bytes
+        if num_bytes and self._transport.peer_view(rank) is None:
+            self._transport.put_nbi(offset, block.view(-1)[:num_bytes], rank)
         self._transport.fence(rank)
         self._transport.signal_op(word, signal_value(epoch, count), rank)
+
+
+class RecordBlocks:
+    """Where records of one format are written before they are sent, always as many.
+
+    Views of a peer's heap are made once for each place: that costs more than the writing.
+    """
+
+    def __init__(
+        self, outbox: Outbox, transport: Transport, row_format: RowFormat, max_records: int
+    ) -> None:
+        self._outbox = outbox
+        self._transport = transport
+        self._format = row_format
+        self._shape = (max_records, row_format.num_bytes)
+        self.block_bytes = max_records * row_format.num_bytes
+        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def open(self, rank: int, offset: int) -> tuple[Tensor, Tensor]:
+        """Return the records that go to `offset` of the heap of `rank`, uint8 `[max, bytes]`, and
+        their values `[max, H]`."""
+        found = self._kept.get((rank, offset))
+        if found is not None:
+            return found
+        records = self._outbox.open(rank, offset, self.block_bytes).view(self._shape)
+        made = records, self._format.views(records).values_H
+        if self._transport.peer_view(rank) is not None:
+            self._kept[rank, offset] = made
+        return made
 
 
 def staging_bytes(blocks: Sequence[int]) -> int:

@@ -75,6 +75,15 @@ class Kernels(Protocol):
         """
         ...
 
+    def outside(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+        """Return `compute()`, of the shape and dtype of `like`: work between two operations that is
+        none of this interface.
+
+        Inside `repeat`, `compute` is called each time: what it reads stays at its place, and holds
+        the values of that time. It does not call `repeat`.
+        """
+        ...
+
     # -- dense ---------------------------------------------------------------------------------
 
     def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ class ReferenceKernels:
     def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         return compute()
 
+    def outside(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+        return compute()
+
     # -- dense ---------------------------------------------------------------------------------
 
     def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:

@@ -50,7 +50,6 @@ class DeepseekV3:
             DecoderLayer(config, weights, index, kernels, placement)
             for index in range(config.num_layers)
         ]
-        self._is_local = all(layer.is_local for layer in self._layers)
         self._norm_H = weights.take("model.norm.weight", (config.hidden_size,))
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self._head = weights.packed(
@@ -69,9 +68,9 @@ class DeepseekV3:
         Returns the hidden states of all tokens after the final norm, `[T, H]` model dtype: what
         `logits` and the multi-token-prediction module take.
         """
-        # without expanded attention nothing but `Kernels` sees a tensor
+        # without expanded attention nothing but `Kernels` sees a tensor, and experts elsewhere
         is_plain = batch.max_query_tokens <= self._absorbed_max_query_tokens
-        if not (is_plain and self._is_local and batch.num_tokens <= MAX_REPEATED_TOKENS):
+        if not (is_plain and batch.num_tokens <= MAX_REPEATED_TOKENS):
             return self._compute(batch, cache)
         key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
         return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, cache))

@@ -79,15 +79,15 @@ class MixtureOfExperts:
         )
         self.expert_bytes = sum(tensor.nbytes for tensor in kernels.packed_parts(packed)[0])
         self._routed = placement.routed(packed, prefix)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether this rank has all experts, and calls nothing but `Kernels`."""
-        return isinstance(self._routed, LocalExperts) and self._routed.owns_all
+        # calls nothing but `Kernels`
+        self.is_local = isinstance(self._routed, LocalExperts) and self._routed.owns_all
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         ids_TK, weights_TK = self._kernels.route(x_TH, self._router, self._bias_E, self._gate)
-        y_TH = self._routed(x_TH, ids_TK, weights_TK)
+        if self.is_local:
+            y_TH = self._routed(x_TH, ids_TK, weights_TK)
+        else:
+            y_TH = self._kernels.outside(lambda: self._routed(x_TH, ids_TK, weights_TK), x_TH)
         return y_TH if self._shared is None else self._shared(x_TH, add_to_TH=y_TH)
 
     def join(self, x_0H: Tensor) -> None:

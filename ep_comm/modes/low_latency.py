@@ -29,7 +29,7 @@ from whalepod.ep_comm.modes.low_latency_config import (
 from whalepod.ep_comm.modes.low_latency_output import Dispatched, Handle, LowLatencyOutput
 from whalepod.ep_comm.row_kernels.compiled import CompiledRows
 from whalepod.ep_comm.row_kernels.interface import Experts, RowKernels, TokenRows
-from whalepod.ep_comm.rows import Outbox, exponent_bytes
+from whalepod.ep_comm.rows import Outbox, RecordBlocks, exponent_bytes
 
 
 class LiveResultError(RuntimeError):
@@ -93,14 +93,25 @@ class LowLatency:
         self.outbox = Outbox(group, regions.staging)
         self._epoch = 0
         self._live: set[int] = set()
+        self._half_sent: int | None = None
+        """The call whose dispatch has raised, or may raise, before all ranks were sent to."""
         heap, ranks = group.transport.heap, config.num_ranks
         self._dispatch_format, self._combine_format = config.dispatch_format, config.combine_format
         self._received = regions.dispatch_rows.view(heap).view(
             NUM_SETS, ranks, config.max_tokens, self._dispatch_format.num_bytes
         )
-        self._returned = regions.combine_rows.view(heap).view(
+        returned = regions.combine_rows.view(heap).view(
             NUM_SETS, ranks, config.combine_rows, self._combine_format.num_bytes
         )
+        self._returned_values = self._combine_format.views(returned).values_H
+        self._there = RecordBlocks(
+            self.outbox, group.transport, self._dispatch_format, config.max_tokens
+        )
+        self._back = RecordBlocks(
+            self.outbox, group.transport, self._combine_format, config.combine_rows
+        )
+        self._dispatch_bytes = self._dispatch_format.num_bytes
+        self._combine_bytes = self._combine_format.num_bytes
         self._outputs = [LowLatencyOutput(config) for _ in range(NUM_SETS)]
         self._experts = Experts(
             first=group.rank * config.num_local,
@@ -139,7 +150,7 @@ class LowLatency:
         self._check_input(x_TH, ids_TK, weights_TK)
         config = self.config
         is_in_TR = self._kernels.destinations(ids_TK, config.num_experts, config.num_ranks)
-        epoch = self._begin_epoch()
+        epoch = self._half_sent = self._begin_epoch()
         self._live.add(epoch)
         self.outbox.begin()
         offset, blocks = self._open_dispatch(epoch)
@@ -148,7 +159,9 @@ class LowLatency:
         word = self._regions.dispatch_words.word(self._place(epoch, self.group.rank))
         for rank, (block, count) in enumerate(zip(blocks, counts, strict=True)):
             if block is not None:
-                self.outbox.send(rank, offset, block[:count].view(-1), word, epoch, count)
+                num_bytes = count * self._dispatch_bytes
+                self.outbox.send(rank, offset, block, num_bytes, word, epoch, count)
+        self._half_sent = None
         return DispatchInFlight(self, epoch, ids_TK, x_TH.dtype)
 
     def receive_dispatch(
@@ -216,9 +229,8 @@ class LowLatency:
         config, epoch = self.config, handle.epoch
         arrivals = Arrivals(self.group, "low-latency combine", epoch)
         counts = arrivals.wait(self._expected(self._regions.combine_words, epoch), deadline_ms)
-        rows_RSH = self._combine_format.views(self._returned[epoch % NUM_SETS]).values_H
-        has_answered_R = torch.zeros(config.num_ranks, dtype=torch.bool)
-        has_answered_R[list(counts)] = True
+        rows_RSH = self._returned_values[epoch % NUM_SETS]
+        has_answered_R = torch.tensor([rank in counts for rank in range(config.num_ranks)])
         choices = (handle.ids_TK, config.num_local)
         if config.pre_reduce:
             y_TH = self._kernels.combine_sums(rows_RSH, has_answered_R, *choices, handle.dtype)
@@ -242,12 +254,14 @@ class LowLatency:
 
         Keeps this rank in step with the others after its own step raised.
         """
-        for epoch in sorted(self._live):
-            self._signal_abort(self._regions.combine_words, epoch)
-        self._live.clear()
         self._epoch += 1
-        for words in (self._regions.dispatch_words, self._regions.combine_words):
-            self._signal_abort(words, self._epoch)
+        if self._half_sent is not None:
+            self._signal_abort(self._regions.dispatch_words, self._half_sent)
+        self._signal_abort(self._regions.dispatch_words, self._epoch)
+        for epoch in (*sorted(self._live), self._epoch):
+            self._signal_abort(self._regions.combine_words, epoch)
+        self._half_sent = None
+        self._live.clear()
 
     def resume(self, call: int) -> None:
         """Number the next dispatch `call`, on all ranks, after they synchronised.
@@ -258,6 +272,7 @@ class LowLatency:
         if call <= self._epoch:
             raise ValueError(f"call {call} must be above {self._epoch}, which was used")
         self._live.clear()
+        self._half_sent = None
         self._epoch = call - 1
         self.group.culprit = None
 
@@ -309,22 +324,18 @@ class LowLatency:
 
     def _open_dispatch(self, epoch: int) -> tuple[int, list[Tensor | None]]:
         """Return where this rank's records go: their offset, and a block for each live rank."""
-        record_bytes, max_tokens = self._dispatch_format.num_bytes, self.config.max_tokens
         offset = self._regions.dispatch_rows.offset
-        offset += self._place(epoch, self.group.rank) * max_tokens * record_bytes
+        offset += self._place(epoch, self.group.rank) * self._there.block_bytes
         blocks: list[Tensor | None] = [None] * self.config.num_ranks
         for rank in self.group.live():
-            block = self.outbox.open(rank, offset, max_tokens * record_bytes)
-            blocks[rank] = block.view(max_tokens, record_bytes)
+            blocks[rank], _ = self._there.open(rank, offset)
         return offset, blocks
 
     def _send_back(self, source: int, handle: Handle, records: slice, y_SH: Tensor) -> None:
         """Send what the experts made of the records of the rank `source`."""
-        record_bytes, most = self._combine_format.num_bytes, self.config.combine_rows
         place = self._place(handle.epoch, self.group.rank)
-        offset = self._regions.combine_rows.offset + place * most * record_bytes
-        block = self.outbox.open(source, offset, most * record_bytes).view(most, record_bytes)
-        out_SH = self._combine_format.views(block).values_H
+        offset = self._regions.combine_rows.offset + place * self._back.block_bytes
+        block, out_SH = self._back.open(source, offset)
         row_of_nK = handle.row_of_NK[records]
         if self.config.pre_reduce:
             count = len(row_of_nK)
@@ -333,7 +344,8 @@ class LowLatency:
         else:
             count = self._kernels.collect(y_SH, row_of_nK, out_SH)
         word = self._regions.combine_words.word(place)
-        self.outbox.send(source, offset, block[:count].view(-1), word, handle.epoch, count)
+        num_bytes = count * self._combine_bytes
+        self.outbox.send(source, offset, block, num_bytes, word, handle.epoch, count)
 
     def _expected(self, words: Region, epoch: int) -> list[Expected]:
         return [

@@ -52,6 +52,8 @@ class Throughput:
         self._counts = Exchange(group, regions.counts, "throughput counts")
         self._num_dispatches = 0
         self._num_combines = 0
+        self._open_dispatch: Turn | None = None
+        self._open_combine: Turn | None = None
         self._kernels = row_kernels or CompiledRows()
         self._routes = Routes(group, config, regions)
         self._chunks = Chunks(group, config, regions, self._routes, self._kernels)
@@ -127,11 +129,13 @@ class Throughput:
         status: CallStatus | None,
     ) -> Received:
         self._num_dispatches += 1
+        turn = self._open_dispatch = Turn(self._num_dispatches, 0)
         count_R = routing.count_RR[:, self.group.rank]
         first_R = (count_R.cumsum(0) - count_R).tolist()
         num_rows = int(count_R.sum())
-        rows = RowsByArrival(self.config, num_static_rows or num_rows)
-        turn = Turn(self._num_dispatches, 0)
+        rows = RowsByArrival(
+            self.config, self.group.rank, num_static_rows or num_rows, self._kernels
+        )
         while turn.chunk < routing.num_chunks and not (status and status.must_stop):
             deadline_ms = self.group.deadline(timeout_ms)
             self._chunks.send(turn, tokens, routing)
@@ -139,11 +143,12 @@ class Throughput:
             last_ms = deadline_ms + self._grace(timeout_ms)
             arrived = self._chunks.receive(turn, rows, first_R, routing, last_ms)
             status = merge(status, arrived)
-            turn = turn.next()
+            turn = self._open_dispatch = turn.next()
         assert status is not None
+        self._open_dispatch = None
         if status.must_stop:
             self._routes.give_up_dispatch(turn)
-        return rows.finish(self.config, self.group.rank, num_rows, routing, status)
+        return rows.finish(num_rows, routing, status)
 
     # -- combine -------------------------------------------------------------------------------
 
@@ -169,34 +174,40 @@ class Throughput:
         if len(routing.received) < routing.num_chunks:
             raise ValueError("the dispatch of this routing did not end well: abort the step")
         self._num_combines += 1
-        sums = TokenSums(len(routing.ids_TK), self.config)
+        turn = self._open_combine = Turn(self._num_combines, 0)
+        sums = TokenSums.zeros(len(routing.ids_TK), self.config)
         first_R = self._first_rows(routing)
-        turn, status = Turn(self._num_combines, 0), None
+        status: CallStatus | None = None
         while turn.chunk < routing.num_chunks and not (status and status.must_stop):
             deadline_ms = self.group.deadline(timeout_ms)
             self._chunks.give_back(turn, y_NH, weights_NK, first_R, routing)
             status = self._chunks.reduce(turn, routing, deadline_ms)
             last_ms = deadline_ms + self._grace(timeout_ms)
             status = merge(status, self._chunks.add(turn, sums, routing, last_ms))
-            turn = turn.next()
+            turn = self._open_combine = turn.next()
         assert status is not None
+        self._open_combine = None
         if status.must_stop:
             self._routes.give_up_combine(turn)
         for term_TH in bias:
-            sums.y_TH += term_TH.float()
+            sums.y_TH.add_(term_TH.float())
         y_TH = sums.y_TH.to(self.config.combine_format.torch_dtype)
         return y_TH, None if weights_NK is None else sums.weights_TK, status
 
     # -- giving up -----------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Take part in the next dispatch and combine only by giving them up.
+        """Take part in the next dispatch and combine only by giving them up, and so with a call
+        in which this rank has raised: the others wait for its chunk, or the one after.
 
         Lets the others know at once when this rank's step has raised.
         """
         self._counts.abort()
-        self._routes.give_up_dispatch(Turn(self._num_dispatches + 1, 0))
-        self._routes.give_up_combine(Turn(self._num_combines + 1, 0))
+        for turn in _turns_ahead(self._open_dispatch, self._num_dispatches):
+            self._routes.give_up_dispatch(turn)
+        for turn in _turns_ahead(self._open_combine, self._num_combines):
+            self._routes.give_up_combine(turn)
+        self._open_dispatch = self._open_combine = None
 
     def resume(self, call: int) -> None:
         """Number the next dispatch and combine `call`, on all ranks, after they synchronised.
@@ -209,6 +220,7 @@ class Throughput:
             raise ValueError(f"call {call} must be above {used}, which may be in use")
         self._num_dispatches = self._num_combines = call - 1
         self._counts.resume(call)
+        self._open_dispatch = self._open_combine = None
         self.group.culprit = None
 
     # -- inside --------------------------------------------------------------------------------
@@ -254,6 +266,11 @@ class Throughput:
         count_R = routing.count_RR[:, self.group.rank]
         first: list[int] = (count_R.cumsum(0) - count_R).tolist()
         return first
+
+
+def _turns_ahead(begun: Turn | None, num_calls: int) -> list[Turn]:
+    """Return what others may wait for: two chunks of a call that has begun, else the next call."""
+    return [Turn(num_calls + 1, 0)] if begun is None else [begun, begun.next()]
 
 
 def _odd(num_chunks: int) -> int:

@@ -103,7 +103,7 @@ class Chunks:
         counts = arrivals.wait(expected, deadline_ms)
         for source, count in counts.items():
             records = lane.received(self._group.transport.heap, turn, source, count)
-            rows.store(first_R[source], source, self._there.views(records))
+            rows.store(first_R[source], source, records)
             first_R[source] += count
         arrivals.check_unchanged()
         routing.received.append(counts)
@@ -152,7 +152,7 @@ class Chunks:
             if arrivals.status().must_stop:
                 self._regions.returned.give_up(self._group, source, turn, self._group.rank)
                 continue
-            part = TokenSums(len(hits[v]), self._config)
+            part = TokenSums.zeros(len(hits[v]), self._config)
             for j, (rank, place) in enumerate(places.items()):
                 if rank not in counts:
                     continue
@@ -167,7 +167,7 @@ class Chunks:
         return arrivals.status()
 
     def add(self, turn: Turn, sums: TokenSums, routing: Routing, deadline_ms: float) -> CallStatus:
-        """Add a chunk's rows to its tokens, node by node."""
+        """Add a chunk's rows to its tokens: straight away, or with several nodes node by node."""
         lane, topology = self._regions.returned, self._config.topology
         start = turn.chunk * self._config.chunk_tokens
         is_in_TR = routing.is_token_in_rank_TR[start : start + self._config.chunk_tokens]
@@ -177,16 +177,19 @@ class Chunks:
         arrivals = Arrivals(self._group, "throughput combine", turn.epoch)
         expected = [lane.expect(turn, r, r, r) for v in sorted(writers) for r in writers[v]]
         counts = arrivals.wait(expected, deadline_ms)
-        heap = self._group.transport.heap
+        heap, of_chunk = self._group.transport.heap, sums.of_tokens(start, len(is_in_TR))
         for v in sorted(writers):
-            part = TokenSums(len(is_in_TR), self._config)
+            part = of_chunk
+            if topology.num_nodes > 1:
+                part = TokenSums.zeros(len(is_in_TR), self._config)
             for rank in writers[v]:
                 if rank not in counts:
                     continue
                 is_member_T = is_in_TR[:, rank] if v == self._routes.node else is_on_TV[:, v]
                 records = lane.received(heap, turn, rank, counts[rank])
                 part.add(is_member_T, self._back.views(records), self._kernels)
-            sums.add_part(start, part, is_rounded=topology.num_nodes > 1)
+            if topology.num_nodes > 1:
+                of_chunk.add_rounded(part, self._back.torch_dtype)
         arrivals.check_unchanged()
         return arrivals.status()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from whalepod.ep_comm import layout
 from whalepod.ep_comm.group import CallStatus
 from whalepod.ep_comm.modes.throughput_config import ThroughputConfig
-from whalepod.ep_comm.row_kernels.interface import RowKernels
+from whalepod.ep_comm.row_kernels.interface import ArrivedRows, RowKernels
 from whalepod.ep_comm.rows import RowViews, raw
 
 
@@ -63,44 +63,40 @@ class Received:
 class RowsByArrival:
     """The output of a dispatch while its chunks arrive. Rows that never come select nothing."""
 
-    def __init__(self, config: ThroughputConfig, num_rows: int) -> None:
-        row_format, choices = config.dispatch_format, config.num_choices
-        self._x_NH = torch.empty(num_rows, config.hidden, dtype=row_format.torch_dtype)
-        self._scales_NG = torch.empty(num_rows, row_format.num_scales)
-        self._ids_NK = torch.full((num_rows, choices), -1, dtype=torch.int64)
-        self._weights_NK = torch.zeros(num_rows, choices)
+    def __init__(
+        self, config: ThroughputConfig, rank: int, num_rows: int, row_kernels: RowKernels
+    ) -> None:
+        self._config = config
+        self._format, choices = config.dispatch_format, config.num_choices
+        self._first_expert = rank * config.num_local
+        self._kernels = row_kernels
+        self._rows = ArrivedRows(
+            x_NH=torch.empty(num_rows, config.hidden, dtype=self._format.torch_dtype),
+            scales_NG=torch.empty(num_rows, self._format.num_scales),
+            ids_NK=torch.full((num_rows, choices), -1, dtype=torch.int64),
+            weights_NK=torch.zeros(num_rows, choices),
+            token_N=torch.full((num_rows,), -1, dtype=torch.int64),
+            count_E=torch.zeros(config.num_local, dtype=torch.int64),
+        )
         self._source_N = torch.full((num_rows,), -1, dtype=torch.int64)
-        self._token_N = torch.full((num_rows,), -1, dtype=torch.int64)
 
-    def store(self, first: int, source: int, views: RowViews) -> None:
-        """Copy records of one source to rows `first` and on."""
-        rows = slice(first, first + len(views.token))
-        raw(self._x_NH)[rows] = raw(views.values_H)
-        self._scales_NG[rows] = views.scales_G
-        self._ids_NK[rows] = views.ids_K.long()
-        self._weights_NK[rows] = views.weights_K
-        self._source_N[rows] = source
-        self._token_N[rows] = views.token.long()
+    def store(self, first: int, source: int, records: Tensor) -> None:
+        """Copy records of one source, uint8 `[n, record_bytes]`, to rows `first` and on."""
+        self._kernels.unpack(self._format, records, self._first_expert, self._rows, first)
+        self._source_N[first : first + len(records)] = source
 
-    def finish(
-        self,
-        config: ThroughputConfig,
-        rank: int,
-        num_rows: int,
-        routing: Routing,
-        status: CallStatus,
-    ) -> Received:
-        """Renumber the choices for this rank and count them."""
-        local_NK = layout.local_ids(self._ids_NK, rank * config.num_local, config.num_local)
-        count_E = torch.bincount(local_NK[local_NK >= 0], minlength=config.num_local)
+    def finish(self, num_rows: int, routing: Routing, status: CallStatus) -> Received:
+        """Return what has arrived."""
+        rows = self._rows
+        counts_E = layout.align_up(rows.count_E, self._config.expert_alignment)
         return Received(
-            x_NH=self._x_NH,
-            scales_NG=self._scales_NG if config.dispatch_format.num_scales else None,
-            ids_NK=local_NK,
-            weights_NK=self._weights_NK.masked_fill(local_NK < 0, 0.0),
+            x_NH=rows.x_NH,
+            scales_NG=rows.scales_NG if self._format.num_scales else None,
+            ids_NK=rows.ids_NK,
+            weights_NK=rows.weights_NK,
             source_rank_N=self._source_N,
-            source_token_N=self._token_N,
-            expert_counts=layout.align_up(count_E, config.expert_alignment).tolist(),
+            source_token_N=rows.token_N,
+            expert_counts=counts_E.tolist(),
             rank_prefix_RR=layout.rank_prefix_matrix(routing.count_RR),
             num_rows=num_rows,
             status=status,
@@ -108,25 +104,34 @@ class RowsByArrival:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class TokenSums:
     """f32 sums of the rows `[T, H]` and weights `[T, K]` that come back for tokens."""
 
-    def __init__(self, num_tokens: int, config: ThroughputConfig) -> None:
-        self.y_TH = torch.zeros(num_tokens, config.hidden)
-        self.weights_TK = torch.zeros(num_tokens, config.num_choices)
-        self._wire_dtype = config.combine_format.torch_dtype
+    y_TH: Tensor
+    weights_TK: Tensor
+
+    @staticmethod
+    def zeros(num_tokens: int, config: ThroughputConfig) -> TokenSums:
+        return TokenSums(
+            torch.zeros(num_tokens, config.hidden), torch.zeros(num_tokens, config.num_choices)
+        )
+
+    def of_tokens(self, start: int, count: int) -> TokenSums:
+        """Return the sums of some tokens; what is added to them is added here."""
+        tokens = slice(start, start + count)
+        return TokenSums(self.y_TH[tokens], self.weights_TK[tokens])
 
     def add(self, is_member_T: Tensor, views: RowViews, row_kernels: RowKernels) -> None:
         """Add one record to each of the tokens `is_member_T`, bool `[T]`."""
-        row_kernels.add_rows(views.values_H, is_member_T, self.y_TH)
-        self.weights_TK[is_member_T] += views.weights_K
+        row_kernels.add_rows(
+            views.values_H, views.weights_K, is_member_T, self.y_TH, self.weights_TK
+        )
 
-    def add_part(self, start: int, part: TokenSums, *, is_rounded: bool) -> None:
-        """Add another sum to the tokens from `start` on, rounded as if it had been sent."""
-        y_tH = part.y_TH.to(self._wire_dtype).float() if is_rounded else part.y_TH
-        tokens = slice(start, start + len(y_tH))
-        self.y_TH[tokens] += y_tH
-        self.weights_TK[tokens] += part.weights_TK
+    def add_rounded(self, part: TokenSums, dtype: torch.dtype) -> None:
+        """Add other sums of the same tokens, rounded as if they had been sent as `dtype`."""
+        self.y_TH.add_(part.y_TH.to(dtype).float())
+        self.weights_TK.add_(part.weights_TK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

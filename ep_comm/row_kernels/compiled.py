@@ -14,7 +14,13 @@ from torch import Tensor
 
 from whalepod.ep_comm import layout
 from whalepod.ep_comm.row_kernels import loops
-from whalepod.ep_comm.row_kernels.interface import ExpertOutput, Experts, Spread, TokenRows
+from whalepod.ep_comm.row_kernels.interface import (
+    ArrivedRows,
+    ExpertOutput,
+    Experts,
+    Spread,
+    TokenRows,
+)
 from whalepod.ep_comm.row_kernels.memory import BF16, BYTES, F32
 from whalepod.ep_comm.rows import SCALE_GROUP, RowFormat
 
@@ -154,6 +160,32 @@ class CompiledRows:
             ranges_ER=torch.from_numpy((begin_ER << 32) | count_ER),
         )
 
+    def unpack(
+        self,
+        row_format: RowFormat,
+        records: Tensor,
+        first_expert: int,
+        arrived: ArrivedRows,
+        first_row: int,
+    ) -> None:
+        at, num_choices = row_format.offsets, row_format.num_ids
+        assert row_format.num_weights == num_choices, row_format
+        assert not row_format.ue8m0, row_format
+        assert 0 <= first_row <= len(arrived.x_NH) - len(records), (first_row, len(records))
+        assert arrived.x_NH.dtype == row_format.torch_dtype, (arrived.x_NH.dtype, row_format)
+        assert records.is_contiguous(), records.stride()
+        value_bytes = row_format.hidden * row_format.torch_dtype.itemsize
+        scale_bytes = 4 * row_format.num_scales
+        loops.unpack(
+            records.data_ptr(), at.end, len(records), at.ids, num_choices, at.weights, at.values,
+            value_bytes, at.scales, scale_bytes, first_expert, len(arrived.count_E),
+            arrived.x_NH.data_ptr() + first_row * value_bytes,
+            arrived.scales_NG.data_ptr() + first_row * scale_bytes,
+            arrived.ids_NK.data_ptr() + 8 * first_row * num_choices,
+            arrived.weights_NK.data_ptr() + 4 * first_row * num_choices,
+            arrived.token_N.data_ptr() + 8 * first_row, arrived.count_E.data_ptr(),
+        )  # fmt: skip
+
     def collect(self, rows_SH: Tensor, row_of_nK: Tensor, out_SH: Tensor) -> int:
         rows_SH, row_of_nK = _dense_rows(rows_SH), row_of_nK.contiguous()
         count: int = loops.collect(
@@ -205,13 +237,23 @@ class CompiledRows:
         )  # fmt: skip
         return y_TH
 
-    def add_rows(self, rows_nH: Tensor, is_for_T: Tensor, sums_TH: Tensor) -> None:
-        assert sums_TH.dtype == torch.float32, sums_TH.dtype
-        assert sums_TH.is_contiguous(), sums_TH.stride()
+    def add_rows(
+        self,
+        rows_nH: Tensor,
+        weights_nK: Tensor,
+        is_for_T: Tensor,
+        sums_TH: Tensor,
+        weights_TK: Tensor,
+    ) -> None:
+        for sums in (sums_TH, weights_TK):
+            assert sums.dtype == torch.float32, sums.dtype
+            assert sums.is_contiguous(), sums.stride()
         is_for_T = is_for_T.contiguous()
         count = loops.add_rows(
-            *_rows(rows_nH), len(rows_nH), is_for_T.data_ptr(), *sums_TH.shape, sums_TH.data_ptr()
-        )
+            *_rows(rows_nH), len(rows_nH), weights_nK.data_ptr(), 4 * weights_nK.stride(0),
+            is_for_T.data_ptr(), *sums_TH.shape, weights_TK.shape[1], sums_TH.data_ptr(),
+            weights_TK.data_ptr(),
+        )  # fmt: skip
         assert count == len(rows_nH), (count, len(rows_nH))
 
 

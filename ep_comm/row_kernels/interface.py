@@ -49,6 +49,26 @@ class ExpertOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivedRows:
+    """Where received records are unpacked to, a row each; contiguous.
+
+    x_NH        [N, H] of the record's dtype
+    scales_NG   [N, G] f32
+    ids_NK      [N, K] int64 local expert ids, -1 where the choice is another rank's
+    weights_NK  [N, K] f32, 0 where the choice is another rank's
+    token_N     [N] int64 token index on the source
+    count_E     [E_l] int64 choices of each local expert, added up over calls
+    """
+
+    x_NH: Tensor
+    scales_NG: Tensor
+    ids_NK: Tensor
+    weights_NK: Tensor
+    token_N: Tensor
+    count_E: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Which experts rows are for.
 
@@ -127,6 +147,20 @@ class RowKernels(Protocol):
         """
         ...
 
+    def unpack(
+        self,
+        row_format: RowFormat,
+        records: Tensor,
+        first_expert: int,
+        arrived: ArrivedRows,
+        first_row: int,
+    ) -> None:
+        """Write records, uint8 `[n, record_bytes]`, to the rows `first_row` and on.
+
+        Local experts are those from `first_expert` on. Records have weights, and no UE8M0 scales.
+        """
+        ...
+
     def collect(self, rows_SH: Tensor, row_of_nK: Tensor, out_SH: Tensor) -> int:
         """Write rows `row_of_nK` (-1: none), one behind the other, to `out_SH`; return how many.
 
@@ -175,6 +209,16 @@ class RowKernels(Protocol):
         """
         ...
 
-    def add_rows(self, rows_nH: Tensor, is_for_T: Tensor, sums_TH: Tensor) -> None:
-        """Add row i (f32 or bf16) to the i-th of the tokens `is_for_T`, in f32 `sums_TH`."""
+    def add_rows(
+        self,
+        rows_nH: Tensor,
+        weights_nK: Tensor,
+        is_for_T: Tensor,
+        sums_TH: Tensor,
+        weights_TK: Tensor,
+    ) -> None:
+        """Add row i (f32 or bf16) and weights i to those of the i-th of the tokens `is_for_T`.
+
+        Sums are f32 and contiguous; rows and weights may be views of records.
+        """
         ...

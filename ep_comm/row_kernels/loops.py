@@ -173,6 +173,31 @@ def spread(
 
 
 @compiled
+def unpack(
+    records, record_bytes, num_records, at_ids, num_choices, at_weights, at_values, value_bytes,
+    at_scales, scale_bytes, first_expert, num_local, values, scales, ids, weights, tokens, counts,
+):  # fmt: skip
+    """Copy the parts of each record to rows, and number its choices as this rank's experts."""
+    counts, tokens = i64_at(counts, num_local), i64_at(tokens, num_records)
+    for n in range(num_records):
+        record = records + n * record_bytes
+        tokens[n] = i32_at(record, 1)[0]
+        copy_bytes(values + n * value_bytes, record + at_values, value_bytes)
+        copy_bytes(scales + n * scale_bytes, record + at_scales, scale_bytes)
+        chosen = i32_at(record + at_ids, num_choices)
+        given = f32_at(record + at_weights, num_choices)
+        local = i64_at(ids + 8 * n * num_choices, num_choices)
+        kept = f32_at(weights + 4 * n * num_choices, num_choices)
+        for k in range(num_choices):
+            expert = chosen[k] - first_expert
+            if 0 <= expert < num_local:
+                local[k], kept[k] = expert, given[k]
+                counts[expert] += 1
+            else:
+                local[k], kept[k] = -1, np.float32(0.0)
+
+
+@compiled
 def collect(rows, row_stride, kind, hidden, row_of, num_selections, out, out_stride, out_kind):
     """Copy the rows of the selections that have one, one behind the other; return how many."""
     row_of = i64_at(row_of, num_selections)
@@ -255,8 +280,11 @@ def combine_sums(
 
 
 @compiled
-def add_rows(rows, row_stride, kind, num_rows, is_for, num_tokens, hidden, sums):
-    """Add a row to each of the tokens that are flagged; return how many these are."""
+def add_rows(
+    rows, row_stride, kind, num_rows, weights, weights_stride, is_for, num_tokens, hidden,
+    num_choices, sums, weight_sums,
+):  # fmt: skip
+    """Add a row and its weights to each of the flagged tokens; return how many these are."""
     is_for = u8_at(is_for, num_tokens)
     row = 0
     for token in range(num_tokens):
@@ -264,6 +292,9 @@ def add_rows(rows, row_stride, kind, num_rows, is_for, num_tokens, hidden, sums)
             if row < num_rows:
                 source, target = rows + row * row_stride, sums + 4 * token * hidden
                 add_scaled_row(target, source, kind, np.float32(1.0), hidden)
+                target = weight_sums + 4 * token * num_choices
+                source = weights + row * weights_stride
+                add_scaled_row(target, source, F32, np.float32(1.0), num_choices)
             row += 1
     return row
 

@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from whalepod.ep_comm import layout
-from whalepod.ep_comm.row_kernels.interface import ExpertOutput, Experts, Spread, TokenRows
+from whalepod.ep_comm.row_kernels.interface import (
+    ArrivedRows,
+    ExpertOutput,
+    Experts,
+    Spread,
+    TokenRows,
+)
 from whalepod.ep_comm.rows import (
     RowFormat,
     RowViews,
     gather_rows,
     quantize_rows,
+    raw,
     weighted_sum,
 )
 
@@ -81,6 +88,24 @@ class PlainRows:
             ranges_ER=layout.pack_ranges(begin_ER, count_ER),
         )
 
+    def unpack(
+        self,
+        row_format: RowFormat,
+        records: Tensor,
+        first_expert: int,
+        arrived: ArrivedRows,
+        first_row: int,
+    ) -> None:
+        views, num_local = row_format.views(records), len(arrived.count_E)
+        rows = slice(first_row, first_row + len(records))
+        local_nK = layout.local_ids(views.ids_K.long(), first_expert, num_local)
+        raw(arrived.x_NH)[rows] = raw(views.values_H)
+        arrived.scales_NG[rows] = views.scales_G
+        arrived.ids_NK[rows] = local_nK
+        arrived.weights_NK[rows] = views.weights_K.masked_fill(local_nK < 0, 0.0)
+        arrived.token_N[rows] = views.token.long()
+        arrived.count_E.add_(torch.bincount(local_nK[local_nK >= 0], minlength=num_local))
+
     def collect(self, rows_SH: Tensor, row_of_nK: Tensor, out_SH: Tensor) -> int:
         chosen = row_of_nK[row_of_nK >= 0]
         gather_rows(rows_SH, chosen, out_SH[: len(chosen)])
@@ -123,10 +148,18 @@ class PlainRows:
             y_TH[tokens] += returned_RTH[rank, : len(tokens)].float()
         return y_TH.to(dtype)
 
-    def add_rows(self, rows_nH: Tensor, is_for_T: Tensor, sums_TH: Tensor) -> None:
+    def add_rows(
+        self,
+        rows_nH: Tensor,
+        weights_nK: Tensor,
+        is_for_T: Tensor,
+        sums_TH: Tensor,
+        weights_TK: Tensor,
+    ) -> None:
         tokens = is_for_T.nonzero().squeeze(1)
         assert len(tokens) == len(rows_nH), (len(tokens), len(rows_nH))
         sums_TH[tokens] += rows_nH.float()
+        weights_TK[tokens] += weights_nK
 
 
 def _fill(output: ExpertOutput, rows: layout.ExpertRows, views: RowViews, record_S: Tensor) -> None:

@@ -93,6 +93,9 @@ class CpuKernels:
     def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         return self._programs.run(key, dtype, compute)
 
+    def outside(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+        return self._programs.outside(compute, like)
+
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory for what an operation makes; a program that is recorded keeps it."""
         return self._programs.new(shape, dtype)

@@ -3,7 +3,8 @@
 A region started from Python costs 10 us, and three times as much once a step's weights have swept
 the interpreter out of the caches; a decode step has two hundred of them. Addresses, shapes and
 weights are the same from step to step, so they are kept: running a program costs about 1 us per
-region. (CUDA graphs are the same idea.)
+region. (CUDA graphs are the same idea.) What other ranks have a part in cannot be recorded: there
+a program calls Python, which reads and writes memory that stays where it is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from whalepod.kernels.cpu.regions import (
     BLOCK_BYTES,
     HEADER,
+    Recorded,
     Region,
     Team,
     argument,
@@ -60,14 +62,10 @@ def _program_region(block):
 PROGRAM = Region(_program_region, "3q")
 
 
-class Program:
-    """Recorded regions, what they work on, and what comes out."""
+class _Regions:
+    """Recorded regions that follow one another."""
 
-    def __init__(
-        self, calls: Sequence[tuple[int, bytes]], kept: Sequence[object], result: Tensor
-    ) -> None:
-        self.result = result
-        self._kept = kept
+    def __init__(self, calls: Sequence[tuple[int, bytes]]) -> None:
         memory = np.zeros((len(calls) + 1) * BLOCK_BYTES, dtype=np.uint8)
         first = -memory.ctypes.data % BLOCK_BYTES
         self._memory = memory
@@ -78,12 +76,38 @@ class Program:
             self._table[i] = code, memory.ctypes.data + start
         self._address = self._table.ctypes.data
 
-    def run(self, team: Team, dtype: torch.dtype) -> Tensor:
-        """Compute the result again; the caller copies what must outlive the next run."""
+    def run(self, team: Team, dtype: torch.dtype) -> None:
         team.run(
             PROGRAM, dtype, team.num_threads, len(self._table), self._address,
             team.count_threads_address,
         )  # fmt: skip
+
+
+class Program:
+    """Recorded regions, the calls of Python between them, what they work on, and what comes out."""
+
+    def __init__(self, steps: Sequence[Recorded], kept: Sequence[object], result: Tensor) -> None:
+        self.result = result
+        self._kept = kept
+        self._parts: list[_Regions | Callable[[], None]] = []
+        regions: list[tuple[int, bytes]] = []
+        for step in [*steps, None]:
+            if isinstance(step, tuple):
+                regions.append(step)
+                continue
+            if regions:
+                self._parts.append(_Regions(regions))
+                regions = []
+            if step is not None:
+                self._parts.append(step)
+
+    def run(self, team: Team, dtype: torch.dtype) -> Tensor:
+        """Compute the result again; the caller copies what must outlive the next run."""
+        for part in self._parts:
+            if isinstance(part, _Regions):
+                part.run(team, dtype)
+            else:
+                part()
         return self.result
 
 
@@ -147,6 +171,24 @@ class Programs:
         if self._kept is not None:
             self._kept.append(memory)
 
+    def outside(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+        """Compute something that is no region; a program that is recorded calls it each time."""
+        kept, recorded = self._kept, self._team.recorded
+        if kept is None or recorded is None:
+            return compute()
+        result = self.new(like.shape, like.dtype)
+
+        def call() -> None:
+            result.copy_(compute())
+
+        self._kept = self._team.recorded = None
+        try:
+            call()
+        finally:
+            self._kept, self._team.recorded = kept, recorded
+        recorded.append(call)
+        return result
+
     def run(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         """Run the program of a key; record it when the key comes for the second time."""
         if self.is_recording:  # a part of what is recorded; its own program would use its memory
@@ -164,7 +206,7 @@ class Programs:
         return self._record(key, compute)
 
     def _record(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        recorded: list[tuple[int, bytes]] = []
+        recorded: list[Recorded] = []
         self._kept, self._team.recorded = [compute, self._arena], recorded
         try:
             result = compute()

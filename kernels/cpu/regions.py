@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from llvmlite import ir
@@ -141,6 +141,10 @@ _SOURCES = _digest_sources()
 logger = logging.getLogger(__name__)
 
 
+Recorded: TypeAlias = tuple[int, bytes] | Callable[[], None]
+"""One step of a program: a region's machine code and argument block, or a call of Python."""
+
+
 class Team:
     """Compiles regions and runs them on torch's threads. Safe to use from several threads."""
 
@@ -154,7 +158,7 @@ class Team:
         self._start = self._address - ctypes.addressof(self._block)
         self._lock = threading.Lock()
         self._compiled: dict[tuple[Region, torch.dtype], _Compiled] = {}
-        self.recorded: list[tuple[int, bytes]] | None = None
+        self.recorded: list[Recorded] | None = None
         """Where `run` writes machine code and argument block of each region, if anywhere."""
 
     def compile(

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from whalepod.ep_comm.parallel import Note
@@ -23,14 +22,17 @@ from whalepod.server.engine.process import ServedEngine, main_of
 def breakable(note: Note, rank: int, folder: Path) -> Note:
     def act(layer: str, operation: str) -> None:
         note(layer, operation)
-        if operation and (folder / "mishap").exists():
+        if not operation:
+            return
+        try:
             wanted, place, action = (folder / "mishap").read_text().split("|")
-            if int(wanted) == rank and place == operation:
-                with suppress(FileNotFoundError):
-                    (folder / "mishap").unlink()
-                if action == "raise":
-                    raise RuntimeError("a bug")
-                os.kill(os.getpid(), getattr(signal, action))
+        except FileNotFoundError:  # none is wanted, or the other rank has taken it
+            return
+        if int(wanted) == rank and place == operation:
+            (folder / "mishap").unlink()
+            if action == "raise":
+                raise RuntimeError("a bug")
+            os.kill(os.getpid(), getattr(signal, action))
 
     return act
 

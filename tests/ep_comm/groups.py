@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from tests.equality import assert_same_bits
 from whalepod.ep_comm.heap import HeapLayout
 from whalepod.ep_comm.transport.faulty import FaultPlan, FaultyTransport
 from whalepod.ep_comm.transport.interface import Transport
@@ -95,3 +96,36 @@ def run_faulty(
         heap.poison(transport.heap)
     chosen = plan or FaultPlan()
     return group.run(program, lambda inner: wrapper(inner, seed, chosen))
+
+
+def assert_faults_change_nothing(
+    heap: HeapLayout,
+    program: Callable[[Transport], Sequence[Tensor]],
+    seed: int,
+    *,
+    ranks_per_node: int | None = None,
+) -> None:
+    """Check that all ranks get the same bits over a transport that delays, reorders and tears."""
+    faulty = results_of(run_faulty(heap, program, seed=seed, ranks_per_node=ranks_per_node))
+    plain = run_loopback(heap, program, ranks_per_node=ranks_per_node)
+    for expected, actual in zip(plain, faulty, strict=True):
+        for a, b in zip(expected, actual, strict=True):
+            assert_same_bits(a, b)
+
+
+class WithoutFences(FaultyTransport):
+    """A mutation: fences are forgotten."""
+
+    def fence(self, rank: int) -> None:
+        pass
+
+
+class WithoutQuiet(FaultyTransport):
+    """A mutation: the source of a put is written again before it was delivered."""
+
+    def quiet(self) -> None:
+        pass
+
+
+MUTATIONS: list[type[FaultyTransport]] = [WithoutFences, WithoutQuiet]
+"""What a faulty transport must catch."""

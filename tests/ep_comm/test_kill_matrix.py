@@ -8,174 +8,412 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import TypeAlias
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.ep_comm import test_low_latency as case
-from tests.ep_comm.groups import make_inputs, run_loopback
-from tests.ep_comm.test_faults import reliable, sum_without, synchronise
+from tests.ep_comm import test_low_latency as fast_case, test_throughput as bulk_case
+from tests.ep_comm.groups import Inputs, make_inputs, run_loopback
+from tests.ep_comm.test_faults import reliable, sum_without
 from tests.ep_comm.transports import OPENERS, Place, close_place, make_place
 from tests.equality import assert_same_bits
 from whalepod.ep_comm import exchange
 from whalepod.ep_comm.exchange import Exchange
 from whalepod.ep_comm.group import CallStatus, Group
+from whalepod.ep_comm.modes import throughput_config
 from whalepod.ep_comm.modes.low_latency import LowLatency
+from whalepod.ep_comm.modes.throughput import Throughput
+from whalepod.ep_comm.row_kernels.compiled import CompiledRows
+from whalepod.ep_comm.row_kernels.interface import TokenRows
+from whalepod.ep_comm.rows import RowFormat
 from whalepod.ep_comm.transport.gloo import GlooTransport
+from whalepod.ep_comm.transport.interface import Transport
 
 NUM_RANKS = 3
-VICTIM = 1
 TIMEOUT_MS = 1_000.0
 GATHER_MS = 4 * TIMEOUT_MS
 """Longer than a rank can be behind another one: it may have waited for the victim's combine."""
 NUM_STEPS = 4
 FATAL_STEP = 1
 POINTS = ["before_send", "between_send_and_hook", "in_combine", "in_gather"]
+IN_A_STEP = [*POINTS[:3], "while_sending"]
 
-CONFIG = case.make_config(NUM_RANKS, num_experts=12)
-HEAP, REGIONS = case.make_heap(CONFIG)
+FAST = fast_case.make_config(NUM_RANKS, num_experts=12)
+HEAP, FAST_REGIONS = fast_case.make_heap(FAST)
+BULK = bulk_case.make_config(NUM_RANKS, NUM_RANKS, num_experts=12)
+BULK_REGIONS = throughput_config.carve(HEAP, BULK)
 GATHER_REGIONS = exchange.carve(HEAP, 8, "gather")
+
+Die: TypeAlias = Callable[[int, str], None]
+"""(step, point): called at each point; it may not return."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix."""
+
+    name: str
+    mode: str
+    victim: int
+    point: str
+    fault: signal.Signals
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.mode}-{self.victim}-{self.point}-{self.fault.name}"
+
+    def die(self, rank: int) -> Die:
+        has_acted = False
+
+        def act(step: int, point: str) -> None:
+            nonlocal has_acted
+            if (rank, step, point) == (self.victim, FATAL_STEP, self.point) and not has_acted:
+                has_acted = True  # a throughput step comes to a point once per chunk
+                os.kill(os.getpid(), self.fault)
+
+        return act
+
+
+QUICK = [
+    Cell("shm", "low_latency", 1, point, fault)
+    for point in POINTS
+    for fault in (signal.SIGKILL, signal.SIGSTOP)
+] + [
+    Cell("shm", "throughput", 1, "between_send_and_hook", signal.SIGKILL),
+    Cell("shm", "throughput", 1, "in_combine", signal.SIGSTOP),
+]
+ALL = [
+    Cell("shm", mode, victim, point, fault)
+    for mode in ("low_latency", "throughput")
+    for victim in range(NUM_RANKS)
+    for point in POINTS
+    for fault in (signal.SIGKILL, signal.SIGSTOP)
+] + [
+    Cell(name, "low_latency", 1, point, fault)
+    for name in ("faulty_shm", "gloo")
+    for point in POINTS
+    for fault in (signal.SIGKILL, signal.SIGSTOP)
+]
+LONG = [cell for cell in ALL if cell not in QUICK]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a survivor reports: the statuses of a step, and how long it took."""
+    """What a rank reports of a step: the statuses, and when it began and ended."""
 
     statuses: list[CallStatus]
-    elapsed_ms: float
+    began_ms: float
+    ended_ms: float
+
+    @property
+    def elapsed_ms(self) -> float:
+        return self.ended_ms - self.began_ms
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """Compile before ranks are forked: that takes longer than their deadlines."""
-    run_loopback(HEAP, case.Round(CONFIG, REGIONS, (0,)))
+    run_loopback(HEAP, fast_case.Round(FAST, FAST_REGIONS, (0,)))
+    run_loopback(HEAP, bulk_case.Round(BULK, BULK_REGIONS, (0,)))
 
 
-def run_steps(place: Place, name: str, rank: int, die: Callable[[int, str], None]) -> list[Step]:
-    """Dispatch, combine and gather; `die(step, point)` may not return."""
-    transport = OPENERS[name](place, rank)
-    if isinstance(transport, GlooTransport):
-        transport.patience_ms = TIMEOUT_MS / 3
-    group = Group(transport)
-    mode = LowLatency(group, CONFIG, REGIONS, poison_unused=True)
-    control = Group(reliable(transport))  # who stays is agreed upon outside of the modes
-    gather = Exchange(control, GATHER_REGIONS, "gather")
-    steps = []
-    for step in range(NUM_STEPS):
-        sizes = (NUM_RANKS, CONFIG.num_experts, CONFIG.num_choices, CONFIG.hidden)
-        mine = make_inputs(step, *sizes, CONFIG.max_tokens)[rank]
-        start_ms = transport.now_ms()
-        die(step, "before_send")
-        flight = mode.send_dispatch(mine.x_TH, mine.ids_TK)
-        die(step, "between_send_and_hook")
-        result = flight.receive(TIMEOUT_MS)
-        statuses = [result.status]
+class DyingRows(CompiledRows):
+    """Calls `after_pack` when rows are written and no signal is sent yet."""
+
+    def __init__(self) -> None:
+        self.after_pack: Callable[[], None] = lambda: None
+
+    def pack(
+        self,
+        row_format: RowFormat,
+        tokens: TokenRows,
+        is_for_TD: Tensor,
+        blocks: list[Tensor | None],  # type: ignore[override]
+        first_token: int = 0,
+    ) -> list[int]:
+        counts = super().pack(row_format, tokens, is_for_TD, blocks, first_token)
+        self.after_pack()
+        return counts
+
+
+class FastSteps:
+    """Steps in the low-latency mode."""
+
+    def __init__(self, group: Group, patience_ms: float) -> None:
+        self._rows = DyingRows()
+        self.mode = LowLatency(
+            group, FAST, FAST_REGIONS, row_kernels=self._rows, poison_unused=True
+        )
+        self._rank, self._patience_ms = group.rank, patience_ms
+
+    def run(self, seed: int, die: Callable[[str], None]) -> list[CallStatus]:
+        mine = make_inputs(seed, *_sizes(FAST.hidden), FAST.max_tokens)[self._rank]
+        self._rows.after_pack = lambda: die("while_sending")
+        die("before_send")
+        flight = self.mode.send_dispatch(mine.x_TH, mine.ids_TK)
+        die("between_send_and_hook")
+        result = flight.receive(self._patience_ms)
         if result.status.must_stop:
-            mode.abandon(result.handle)
+            self.mode.abandon(result.handle)
+            return [result.status]
+        die("in_combine")
+        y = fast_case.scale_by_expert(result, FAST, self._rank)
+        y_TH, status = self.mode.combine(y, result.handle, mine.weights_TK, 2 * self._patience_ms)
+        assert_same_bits(sum_without(mine, FAST, status.missing), y_TH)
+        return [result.status, status]
+
+
+class BulkSteps:
+    """Steps in the throughput mode."""
+
+    def __init__(self, group: Group, patience_ms: float) -> None:
+        self._rows = DyingRows()
+        self.mode = Throughput(group, BULK, BULK_REGIONS, row_kernels=self._rows)
+        self._rank, self._patience_ms = group.rank, patience_ms
+
+    def run(self, seed: int, die: Callable[[str], None]) -> list[CallStatus]:
+        mine = make_inputs(seed, *_sizes(BULK.hidden), BULK.max_tokens)[self._rank]
+        self._rows.after_pack = lambda: self._after_pack(die)
+        die("before_send")
+        received = self.mode.dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK, self._patience_ms)
+        if received.status.must_stop:
+            self.mode.abort()
+            return [received.status]
+        die("in_combine")
+        y_NH = bulk_case.computed(received.x_NH, self._rank, BULK)
+        y_TH, _, status = self.mode.combine(y_NH, received.routing, 2 * self._patience_ms)
+        if status.must_stop:
+            self.mode.abort()
         else:
-            die(step, "in_combine")
-            y = case.scale_by_expert(result, CONFIG, rank)
-            y_TH, status = mode.combine(y, result.handle, mine.weights_TK, 2 * TIMEOUT_MS)
-            statuses.append(status)
-            assert_same_bits(sum_without(mine, CONFIG, status.missing), y_TH)
+            assert_same_bits(bulk_sum_without(mine, status.missing), y_TH)
+        return [received.status, status]
+
+    def _after_pack(self, die: Callable[[str], None]) -> None:
+        """Be between the counts, which are all there, and the signal of the first rows."""
+        die("between_send_and_hook")
+        die("while_sending")
+
+
+def _sizes(hidden: int) -> tuple[int, int, int, int]:
+    return NUM_RANKS, FAST.num_experts, FAST.num_choices, hidden
+
+
+def bulk_sum_without(mine: Inputs, missing: tuple[int, ...]) -> Tensor:
+    """Return the sum over what the ranks that are not missing make of the rows."""
+    is_gone_TK = torch.isin(mine.ids_TK // BULK.num_local, torch.tensor(missing))
+    kept_TK = mine.ids_TK.masked_fill((mine.ids_TK >= 0) & is_gone_TK, -1)
+    return bulk_case.expected_sum(replace(mine, ids_TK=kept_TK), BULK, [])
+
+
+class Ranks:
+    """What one rank needs for its steps: a mode, and an exchange in which all agree who stays."""
+
+    def __init__(self, place: Place, name: str, rank: int, mode: str, patience_ms: float) -> None:
+        self.transport: Transport = OPENERS[name](place, rank)
+        if isinstance(self.transport, GlooTransport):
+            self.transport.patience_ms = TIMEOUT_MS / 3
+        self.group = Group(self.transport)
+        new = FastSteps if mode == "low_latency" else BulkSteps
+        self.steps: FastSteps | BulkSteps = new(self.group, patience_ms)
+        self._control = Group(reliable(self.transport))
+        self._gather = Exchange(self._control, GATHER_REGIONS, "gather")
+        self._gather_ms = 4 * patience_ms
+
+    def agree(self, step: int, *, has_failed: bool) -> None:
+        """Find out who is there and whether the step failed anywhere, as the gather of records
+        does; the second time nobody waits for a dead rank any more."""
+        self.transport.quiet()
+        for _ in range(2):
+            record, deadline_ms = (
+                torch.tensor([has_failed]),
+                self._control.deadline(self._gather_ms),
+            )
+            records, _ = self._gather.gather(record.long(), deadline_ms)
+        gone = set(range(NUM_RANKS)) - set(records)
+        self._control.mask(gone)
+        self.group.mask(gone)
+        if any(bool(one) for one in records.values()):
+            self.steps.mode.resume(100 * (step + 1))
+
+
+def run_steps(place: Place, cell: Cell, rank: int) -> list[Step]:
+    """Dispatch, combine and gather, as long as the rank lives."""
+    ranks, die = Ranks(place, cell.name, rank, cell.mode, TIMEOUT_MS), cell.die(rank)
+    found = []
+    for step in range(NUM_STEPS):
+        began_ms = ranks.transport.now_ms()
+        statuses = ranks.steps.run(step, lambda point, step=step: die(step, point))  # type: ignore[misc]
         die(step, "in_gather")
-        steps.append(Step(statuses, transport.now_ms() - start_ms))
-        transport.quiet()
-        group.mask(set(range(NUM_RANKS)) - synchronise(control, gather, GATHER_MS))
-        if not group.suspects and any(status.must_stop for status in statuses):
-            mode.resume(100 * (step + 1))
-    return steps
+        found.append(Step(statuses, began_ms, ranks.transport.now_ms()))
+        ranks.agree(step, has_failed=any(status.must_stop for status in statuses))
+    return found
 
 
-def start_ranks(
-    name: str, place: Place, point: str, fault: signal.Signals
-) -> tuple[list[multiprocessing.process.BaseProcess], multiprocessing.Queue[tuple[int, object]]]:
+Processes: TypeAlias = list[multiprocessing.process.BaseProcess]
+Results: TypeAlias = "multiprocessing.Queue[tuple[int, object]]"
+
+
+def start_ranks(run: Callable[[int], object]) -> tuple[Processes, Results]:
     context = multiprocessing.get_context("fork")
-    results: multiprocessing.Queue[tuple[int, object]] = context.Queue()
+    results: Results = context.Queue()
 
     def body(rank: int) -> None:
         torch.set_num_threads(1)
-
-        def die(step: int, where: str) -> None:
-            if (rank, step, where) == (VICTIM, FATAL_STEP, point):
-                os.kill(os.getpid(), fault)
-
         try:
-            results.put((rank, run_steps(place, name, rank, die)))
+            results.put((rank, run(rank)))
         except BaseException:
             results.put((rank, traceback.format_exc()))
 
-    ranks = [context.Process(target=body, args=(rank,)) for rank in range(NUM_RANKS)]
+    ranks: Processes = [context.Process(target=body, args=(rank,)) for rank in range(NUM_RANKS)]
     for process in ranks:
         process.start()
     return ranks, results
 
 
+def end_ranks(ranks: Processes, place: Place) -> None:
+    for process in ranks:
+        process.join(timeout=30)
+        process.kill()
+    close_place(place)
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-@pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize(
-    "name",
-    ["shm", pytest.param("faulty_shm", marks=pytest.mark.long),
-     pytest.param("gloo", marks=pytest.mark.long)],
-)  # fmt: skip
+    "cell", [*QUICK, *(pytest.param(cell, marks=pytest.mark.long) for cell in LONG)], ids=str
+)
 def test_survivors_name_the_rank_within_the_deadline_and_go_on_masked(
-    name: str, point: str, fault: signal.Signals, tmp_path: Path
+    cell: Cell, tmp_path: Path
 ) -> None:
     place = make_place(HEAP, tmp_path)
     before = set(os.listdir("/dev/shm"))
-    ranks, results = start_ranks(name, place, point, fault)
+    ranks, results = start_ranks(lambda rank: run_steps(place, cell, rank))
     try:
         found = dict(results.get(timeout=120) for _ in range(NUM_RANKS - 1))
     finally:
-        ranks[VICTIM].kill()
-        for process in ranks:
-            process.join(timeout=30)
-            process.kill()
-        close_place(place)
-    assert VICTIM not in found
+        ranks[cell.victim].kill()
+        end_ranks(ranks, place)
+    assert cell.victim not in found
     for rank, steps in found.items():
         assert isinstance(steps, list), f"rank {rank}:\n{steps}"
-        check_steps(steps)
+        check_steps(steps, cell.victim)
     named = [entry for entry in set(os.listdir("/dev/shm")) - before if "whalepod" in entry]
     assert named == []
 
 
-def check_steps(steps: list[Step]) -> None:
+def check_steps(steps: list[Step], victim: int) -> None:
     for number, step in enumerate(steps):
         for status in step.statuses:
-            assert set(status.missing) <= {VICTIM}, status
+            assert set(status.missing) <= {victim}, status
         if number < FATAL_STEP:
             assert all(status.ok for status in step.statuses), step.statuses
         if number > FATAL_STEP:
-            assert all(status.masked == (VICTIM,) for status in step.statuses), step.statuses
+            assert all(status.masked == (victim,) for status in step.statuses), step.statuses
             assert step.elapsed_ms < TIMEOUT_MS, "nobody waits for a masked rank"
         assert step.elapsed_ms < 4 * TIMEOUT_MS, step.elapsed_ms
 
 
+RETURNS = [
+    ("low_latency", "between_send_and_hook", 1, 2.0),
+    *(
+        pytest.param(mode, point, victim, 2.0, marks=pytest.mark.long)
+        for mode in ("low_latency", "throughput")
+        for point in POINTS
+        for victim in range(NUM_RANKS)
+        if (mode, point, victim) != ("low_latency", "between_send_and_hook", 1)
+    ),
+    *(
+        pytest.param(mode, point, 1, 10.0, marks=pytest.mark.long)
+        for mode in ("low_latency", "throughput")
+        for point in POINTS
+    ),
+]
+
+
 @pytest.mark.ranks
+@pytest.mark.parametrize(("mode", "point", "victim", "seconds"), RETURNS)
 def test_a_rank_that_was_stopped_and_goes_on_finds_out_and_is_let_in_again(
-    tmp_path: Path,
+    mode: str, point: str, victim: int, seconds: float, tmp_path: Path
 ) -> None:
-    """Stopped between send and hook for longer than the deadline, then continued."""
+    """2 s are over the deadline of a dispatch, and the others still wait for it in the gather;
+    after 10 s they have gone on without it, which it finds out."""
     place = make_place(HEAP, tmp_path)
-    ranks, results = start_ranks("shm", place, "between_send_and_hook", signal.SIGSTOP)
+    cell = Cell("shm", mode, victim, point, signal.SIGSTOP)
+    ranks, results = start_ranks(lambda rank: run_steps(place, cell, rank))
     try:
-        wait_until(lambda: is_stopped(ranks[VICTIM].pid))
-        time.sleep(2 * TIMEOUT_MS / 1e3)  # the stop itself: that long it must be silent
-        os.kill(ranks[VICTIM].pid or 0, signal.SIGCONT)
+        wait_until(lambda: is_stopped(ranks[victim].pid))
+        time.sleep(seconds)  # the stop itself: that long it must be silent
+        os.kill(ranks[victim].pid or 0, signal.SIGCONT)
         found = dict(results.get(timeout=120) for _ in range(NUM_RANKS))
     finally:
-        for process in ranks:
-            process.join(timeout=30)
-            process.kill()
-        close_place(place)
+        end_ranks(ranks, place)
     for rank, steps in found.items():
         assert isinstance(steps, list), f"rank {rank}:\n{steps}"
         assert len(steps) == NUM_STEPS
+        last = steps[-1].statuses
+        if seconds < GATHER_MS / 1e3:
+            assert all(status.ok for status in last), last
+        elif rank != victim:
+            check_steps(steps, victim)
+        else:
+            assert not any(status.ok for status in last), "it knows that it is alone"
+
+
+class Bug(Exception):
+    """What a rank's step raises."""
+
+
+def run_and_raise(place: Place, mode: str, rank: int) -> list[tuple[float, float | None]]:
+    """Run steps in which each rank raises in turn, at each point; return for every step when it
+    began, and when this rank raised or heard of it."""
+    ranks, found = Ranks(place, "shm", rank, mode, 60 * TIMEOUT_MS), []
+    for step in range(len(IN_A_STEP) * NUM_RANKS):
+        victim, at = step % NUM_RANKS, IN_A_STEP[step // NUM_RANKS]
+        has_raised = []
+
+        def fail(
+            point: str, victim: int = victim, at: str = at, has_raised: list[float] = has_raised
+        ) -> None:
+            if rank == victim and point == at and not has_raised:
+                has_raised.append(ranks.transport.now_ms())
+                raise Bug
+
+        began_ms = ranks.transport.now_ms()
+        with suppress(Bug):
+            statuses = ranks.steps.run(step, fail)
+            assert any(status.blamed == (victim,) for status in statuses), statuses
+            assert not any(status.late or status.gone for status in statuses), statuses
+            has_raised.append(ranks.transport.now_ms())
+        if rank == victim:
+            ranks.steps.mode.abort()
+        found.append((began_ms, has_raised[0]))
+        ranks.agree(step, has_failed=True)
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["low_latency", "throughput"])
+def test_an_exception_in_a_step_is_answered_within_milliseconds(mode: str, tmp_path: Path) -> None:
+    place = make_place(HEAP, tmp_path)
+    ranks, results = start_ranks(lambda rank: run_and_raise(place, mode, rank))
+    try:
+        found = dict(results.get(timeout=120) for _ in range(NUM_RANKS))
+    finally:
+        end_ranks(ranks, place)
+    delays_ms = []
+    for rank, steps in found.items():
+        assert isinstance(steps, list), f"rank {rank}:\n{steps}"
+        for step, (began_ms, heard_ms) in enumerate(steps):
+            if (victim := step % NUM_RANKS) != rank:
+                delays_ms.append(heard_ms - max(began_ms, found[victim][step][1]))
+    print(f"heard after {median(delays_ms):.2f} ms (median), {max(delays_ms):.2f} ms (most)")
+    assert min(delays_ms) < 10.0, "a few polls"
+    assert max(delays_ms) < 6 * TIMEOUT_MS, "a tenth of the deadline, on a busy machine"
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -16,6 +16,7 @@ from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.modes.low_latency import LowLatency
 from whalepod.ep_comm.row_kernels.compiled import CompiledRows
 from whalepod.ep_comm.row_kernels.interface import (
+    ArrivedRows,
     ExpertOutput,
     Experts,
     RowKernels,
@@ -128,6 +129,37 @@ def test_records_are_spread_over_experts_alike(
         same([raw(getattr(output, name)) for output in outputs])
 
 
+@pytest.mark.parametrize(
+    "row_format",
+    [FORMATS[1], RowFormat(hidden=256, dtype="float8", num_ids=K, num_weights=K)],
+    ids=lambda f: f.dtype,
+)
+@settings(max_examples=num_examples(quick=10))
+@given(seed=seeds)
+def test_records_are_unpacked_alike(row_format: RowFormat, seed: int) -> None:
+    records, counts = make_records(seed, row_format)
+    found: list[list[Tensor]] = []
+    for kernels in KERNELS:
+        num_rows = sum(counts.values()) + 2
+        arrived = ArrivedRows(
+            x_NH=torch.zeros(num_rows, row_format.hidden, dtype=row_format.torch_dtype),
+            scales_NG=torch.zeros(num_rows, row_format.num_scales),
+            ids_NK=torch.full((num_rows, K), -1),
+            weights_NK=torch.zeros(num_rows, K),
+            token_N=torch.full((num_rows,), -1),
+            count_E=torch.zeros(NUM_LOCAL, dtype=torch.int64),
+        )
+        first = 1
+        for rank, count in counts.items():
+            kernels.unpack(row_format, records[rank, :count], NUM_LOCAL, arrived, first)
+            first += count
+        assert int(arrived.count_E.sum()) == int((arrived.ids_NK >= 0).sum())
+        assert arrived.token_N[[0, -1]].tolist() == [-1, -1]
+        found.append([raw(getattr(arrived, field.name)) for field in fields(arrived)])
+    for expected, actual in zip(*found, strict=True):
+        assert_same_bits(expected, actual)
+
+
 def random_rows(seed: int, count: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(count, 40, generator=generator).to(dtype)
@@ -145,6 +177,7 @@ def test_rows_are_collected_and_summed_alike(
     rows_SH = random_rows(seed, 20, source)
     row_of_nK = torch.randint(-1, 20, (6, K), generator=generator)
     weights_nK = torch.randn(6, K, generator=generator)
+    records_nK = torch.randn(20, K + 2, generator=generator)[:, : K + 1]
     collected, summed, added = [], [], []
     for kernels in KERNELS:
         out_SH = torch.zeros(6 * K, 40, dtype=target)[:, :33]
@@ -157,8 +190,9 @@ def test_rows_are_collected_and_summed_alike(
         sums_TH = torch.ones(25, 33)
         is_for_T = torch.ones(25, dtype=torch.bool)
         is_for_T[::5] = False
-        kernels.add_rows(rows_SH, is_for_T, sums_TH)
-        added.append(sums_TH)
+        sums_TK = torch.ones(25, K)
+        kernels.add_rows(rows_SH, records_nK[:, 1:], is_for_T, sums_TH, sums_TK)
+        added.append(torch.cat([sums_TH, sums_TK], dim=1))
     same(collected)
     same(summed)
     same(added)

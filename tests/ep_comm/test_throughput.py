@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tests.ep_comm import worked_example as example
 from tests.ep_comm.groups import (
+    MUTATIONS,
     TIMEOUT_MS,
     Inputs,
+    assert_faults_change_nothing,
     make_inputs,
     num_examples,
     run_faulty,
@@ -251,28 +253,10 @@ def test_a_transport_that_delays_reorders_and_tears_changes_no_bit(
     config = make_config(num_ranks, ranks_per_node)
     heap, regions = make_heap(config)
     program = Round(config, regions, (seed, seed + 1), skew)
-    faulty = run_faulty(heap, program, seed=seed, ranks_per_node=ranks_per_node)
-    plain = run_loopback(heap, program, ranks_per_node=ranks_per_node)
-    for expected, actual in zip(plain, results_of(faulty), strict=True):
-        for a, b in zip(expected, actual, strict=True):
-            assert_same_bits(a, b)
+    assert_faults_change_nothing(heap, program, seed, ranks_per_node=ranks_per_node)
 
 
-class WithoutFences(FaultyTransport):
-    """A mutation: fences are forgotten."""
-
-    def fence(self, rank: int) -> None:
-        pass
-
-
-class WithoutQuiet(FaultyTransport):
-    """A mutation: the source of a put is written again before it was delivered."""
-
-    def quiet(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("mutation", [WithoutFences, WithoutQuiet])
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_faulty_transport_catches_a_forgotten(mutation: type[FaultyTransport]) -> None:
     config = make_config(4, 2)
     heap, regions = make_heap(config)

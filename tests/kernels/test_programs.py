@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -50,6 +51,49 @@ def test_a_result_outlives_the_next_repeat() -> None:
         results.append((layer.repeat(), layer.compute()))
     for actual, expected in results:
         assert torch.equal(actual, expected)
+
+
+def test_what_is_outside_of_kernels_is_called_each_time_between_the_regions() -> None:
+    layer, calls = Layer(), []
+
+    def compute() -> Tensor:
+        normed = layer.kernels.rms_norm(layer.x, layer.norm, 1e-6)
+
+        def halve() -> Tensor:
+            calls.append(0)
+            row = layer.kernels.rms_norm(normed, layer.norm, 1e-6)  # not a part of the program
+            return torch.stack([row[0] / 2, *normed[1:]])
+
+        halved = layer.kernels.outside(halve, normed)
+        return layer.kernels.gated_mlp(halved, layer.mlp, add_to_TH=normed)
+
+    for seed in range(5):
+        layer.x.copy_(random(3, 64, seed=seed))
+        actual = layer.kernels.repeat("key", torch.float32, compute)
+        assert len(calls) == 2 * seed + 1
+        assert torch.equal(actual, compute())
+
+
+def test_a_step_that_raises_outside_of_kernels_can_be_repeated_again() -> None:
+    layer, fails = Layer(), [True]
+
+    def outside() -> Tensor:
+        if fails[0]:
+            raise ValueError("another rank is gone")
+        return layer.x * 2
+
+    def compute() -> Tensor:
+        y = layer.kernels.outside(outside, layer.x)
+        return layer.kernels.gated_mlp(y, layer.mlp, add_to_TH=y)
+
+    for fail in (True, True, False, True, False, True, False, False):
+        fails[0] = fail
+        if fail:
+            with pytest.raises(ValueError, match="gone"):
+                layer.kernels.repeat("key", torch.float32, compute)
+        else:
+            actual = layer.kernels.repeat("key", torch.float32, compute)
+            assert torch.equal(actual, compute())
 
 
 def test_programs_are_bounded_and_made_again() -> None:

@@ -13,6 +13,7 @@ from whalepod.tools.bench.ep import EpConfig
 from whalepod.tools.bench.peers import PeersConfig
 from whalepod.tools.bench.prefill import PrefillConfig
 from whalepod.tools.bench.quality_config import QualityConfig
+from whalepod.tools.bench.ranks import RanksConfig
 from whalepod.tools.flags import Groups, add_command
 
 
@@ -28,6 +29,7 @@ def add_bench_commands(app: App, groups: Groups, client_env: Sequence[str]) -> N
         ("decode", bench_decode, EngineConfig, DecodeConfig),
         ("prefill", bench_prefill, EngineConfig, PrefillConfig),
         ("quality", bench_quality, EngineConfig, QualityConfig),
+        ("ranks", bench_ranks, EngineConfig, RanksConfig),
         ("peers", bench_peers, PeersConfig),
     ):
         add_command(
@@ -64,6 +66,16 @@ def bench_ep(config: EpConfig) -> int:
     from whalepod.tools.bench.ep import bench_ep as run
 
     return run(config)
+
+
+def bench_ranks(engine: EngineConfig, config: RanksConfig) -> int:
+    """Measure decoding with --expert-parallel-size beside one engine with all threads.
+
+    MODEL is loaded by both, and both answer the same prompts in turns. No server is needed.
+    """
+    from whalepod.tools.bench.ranks import bench_ranks as run
+
+    return run(engine, config)
 
 
 def bench_peers(config: PeersConfig) -> int:

@@ -1,0 +1,113 @@
+"""A rank's process that compares each dispatch's bytes with what the layout predicts.
+
+It adds one line per dispatch to `wire.RANK` in the group's folder: mode, tokens, predicted bytes to
+each rank, bytes that were sent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from whalepod.ep_comm import layout
+from whalepod.ep_comm.modes.low_latency import DispatchInFlight, LowLatency
+from whalepod.ep_comm.modes.throughput import Throughput
+from whalepod.ep_comm.modes.throughput_rows import Received
+from whalepod.server.channel import EngineServer
+from whalepod.server.cluster.process import open_rank
+from whalepod.server.cluster.seat import RankConfig
+from whalepod.server.codec import decode_value
+from whalepod.server.engine.process import ServedEngine, main_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One dispatch of a rank."""
+
+    mode: str
+    num_tokens: int
+    predicted: list[int]
+    sent: list[int]
+
+
+def read_sent(folder: Path, rank: int) -> list[Sent]:
+    """Return all dispatches that a rank has written down."""
+    found = []
+    for line in (folder / f"wire.{rank}").read_text().splitlines():
+        mode, num_tokens, predicted, sent = line.split()
+        both = [[int(n) for n in text.split(",")] for text in (predicted, sent)]
+        found.append(Sent(mode=mode, num_tokens=int(num_tokens), predicted=both[0], sent=both[1]))
+    return found
+
+
+class _Ledger:
+    """Writes down what one rank sent."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def note(self, mode: LowLatency | Throughput, ids_TK: Tensor, sent_R: Tensor) -> None:
+        config = mode.config
+        counts_R = layout.dispatch_layout(
+            ids_TK, config.num_experts, config.num_ranks
+        ).num_tokens_per_rank_R
+        predicted_R = counts_R * config.dispatch_format.num_bytes
+        texts = (",".join(str(n) for n in row.tolist()) for row in (predicted_R, sent_R))
+        with self._path.open("a") as file:
+            print(type(mode).__name__, len(ids_TK), *texts, file=file)
+
+    def count_low_latency(self) -> None:
+        """Let all low-latency dispatches of this process be written down."""
+        send = LowLatency.send_dispatch
+
+        def counted(
+            mode: LowLatency, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor | None = None
+        ) -> DispatchInFlight:
+            before_R = mode.outbox.sent_bytes_R.clone()
+            flight = send(mode, x_TH, ids_TK, weights_TK)
+            self.note(mode, ids_TK, mode.outbox.sent_bytes_R - before_R)
+            return flight
+
+        LowLatency.send_dispatch = counted  # type: ignore[method-assign]
+
+    def count_throughput(self) -> None:
+        """Let all throughput dispatches of this process be written down."""
+        dispatch = Throughput.dispatch
+
+        def counted(
+            mode: Throughput,
+            x: Tensor | tuple[Tensor, Tensor],
+            ids_TK: Tensor,
+            weights_TK: Tensor,
+            timeout_ms: float,
+            *,
+            num_static_rows: int | None = None,
+        ) -> Received:
+            before_R = mode.outbox.sent_bytes_R.clone()
+            received = dispatch(
+                mode, x, ids_TK, weights_TK, timeout_ms, num_static_rows=num_static_rows
+            )
+            self.note(mode, ids_TK, mode.outbox.sent_bytes_R - before_R)
+            return received
+
+        Throughput.dispatch = counted  # type: ignore[method-assign]
+
+
+def open_counted(
+    data: bytes, server: EngineServer, should_stop: Callable[[], bool]
+) -> ServedEngine:
+    """Write down what is sent once the rank is there: not its warm-up, which is a group of one."""
+    seat = decode_value(RankConfig, data).seat
+    ledger = _Ledger(Path(seat.folder) / f"wire.{seat.rank}")
+    engine = open_rank(data, server, should_stop)
+    ledger.count_low_latency()
+    ledger.count_throughput()
+    return engine
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(sys.argv[1:], open_counted, "rank"))
