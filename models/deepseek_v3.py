@@ -68,7 +68,7 @@ class DeepseekV3:
         Returns the hidden states of all tokens after the final norm, `[T, H]` model dtype: what
         `logits` and the multi-token-prediction module take.
         """
-        # without expanded attention nothing but `Kernels` sees a tensor, and experts elsewhere
+        # without expanded attention nothing but `Kernels` sees a tensor, or it is called outside
         is_plain = batch.max_query_tokens <= self._absorbed_max_query_tokens
         if not (is_plain and batch.num_tokens <= MAX_REPEATED_TOKENS):
             return self._compute(batch, cache)

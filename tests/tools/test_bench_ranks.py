@@ -16,11 +16,11 @@ ARGUMENTS = [
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_group_and_one_engine_decode_the_same_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_and_one_engine_decode_the_same_batch(capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--batch-size", "3", "--max-tokens", "24", "--rounds", "2", "--json"]
     assert main([*ARGUMENTS, "--expert-parallel-size", "2", *flags]) == 0
 
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(capfd.readouterr().out)
     assert report["num_ranks"] == 2
     one, group = report["results"]
     assert (one["name"], group["name"]) == ("one engine", "2 ranks")
