@@ -68,34 +68,32 @@ class GrammarState:
 
         None: any. Behind a draft that the grammar forbids nobody looks at the choice.
         """
-        begun, num_consumed = self._has_begun, 0
+        begun = self._has_begun
+        # a copy, not a rollback: llguidance 1.9 forgot states behind some rollbacks, and then
+        # allowed `["color": ` in a list
+        matcher = self._matcher.copy() if before else self._matcher
         reasons, num_before = self._reasons, self._num_before
-        try:
-            for token_id in before:
-                if not begun:
-                    begun = token_id == self._starts_after
-                    reasons = reasons and token_id != self._reasoning_end
-                    num_before += 1
-                elif self._stops_V[token_id]:
-                    # with ignore_eos the text goes on behind it, and `observe` skips it, too
-                    if not self._allowed_next()[token_id]:
-                        return None
-                elif not self._matcher.consume(token_id):
+        for token_id in before:
+            if not begun:
+                begun = token_id == self._starts_after
+                reasons = reasons and token_id != self._reasoning_end
+                num_before += 1
+            elif self._stops_V[token_id]:
+                # with ignore_eos the text goes on behind it, and `observe` skips it, too
+                if not self._allowed_next(matcher)[token_id]:
                     return None
-                else:
-                    num_consumed += 1
-            if not self._follows:
+            elif not matcher.consume(token_id):
                 return None
-            if begun:
-                return self._allowed_next()
-            is_spent = reasons and num_before >= self._max_reasoning
-            return self._only_end_V if is_spent else self._before_V
-        finally:
-            self._matcher.rollback(num_consumed)
+        if not self._follows:
+            return None
+        if begun:
+            return self._allowed_next(matcher)
+        is_spent = reasons and num_before >= self._max_reasoning
+        return self._only_end_V if is_spent else self._before_V
 
-    def _allowed_next(self) -> NDArray[np.bool_]:
+    def _allowed_next(self, matcher: Matcher) -> NDArray[np.bool_]:
         try:
-            return self._matcher.allowed()
+            return matcher.allowed()
         except GrammarError as error:
             logger.error("a grammar became too complex; its text ends here: %s", error)
             return self._stops_V
