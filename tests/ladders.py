@@ -40,9 +40,6 @@ class Ladder:
         self._num_tokens += fits
         return fits
 
-    def rollback(self, num_tokens: int) -> None:
-        self._num_tokens -= num_tokens
-
     def allowed(self) -> NDArray[np.bool_]:
         if self._num_tokens > TOO_HIGH:
             raise GrammarError("too high")

@@ -25,10 +25,6 @@ class Matcher(Protocol):
         """Take the next token; False, and nothing changes, if the grammar forbids it."""
         ...
 
-    def rollback(self, num_tokens: int) -> None:
-        """Forget the last tokens that were consumed."""
-        ...
-
     def allowed(self) -> NDArray[np.bool_]:
         """Return which tokens may come next, `[V]`: after the end, only those that end a text.
 

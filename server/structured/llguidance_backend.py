@@ -52,10 +52,6 @@ class LlguidanceMatcher:
     def consume(self, token_id: int) -> bool:
         return bool(self._matcher.try_consume_tokens([token_id]))
 
-    def rollback(self, num_tokens: int) -> None:
-        if num_tokens:
-            self._matcher.rollback(num_tokens)
-
     def allowed(self) -> NDArray[np.bool_]:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():

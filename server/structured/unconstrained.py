@@ -17,9 +17,6 @@ class Unconstrained:
     def consume(self, token_id: int) -> bool:
         return True
 
-    def rollback(self, num_tokens: int) -> None:
-        pass
-
     def allowed(self) -> NDArray[np.bool_]:
         return self._all_V
 

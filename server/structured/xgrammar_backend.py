@@ -93,10 +93,6 @@ class XgrammarMatcher:
     def consume(self, token_id: int) -> bool:
         return bool(self._matcher.accept_token(token_id))
 
-    def rollback(self, num_tokens: int) -> None:
-        if num_tokens:
-            self._matcher.rollback(num_tokens)
-
     def allowed(self) -> NDArray[np.bool_]:
         try:
             self._matcher.fill_next_token_bitmask(self._bits)
