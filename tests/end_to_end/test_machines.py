@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx2
@@ -63,6 +63,25 @@ def running_torchrun(
         yield [leader, other]
 
 
+@contextmanager
+def leader_and_workers(folder: Path, *, num_nodes: int) -> Iterator[list[Launch]]:
+    """Start `num_nodes` machines of one rank each on loopback, as people do without torchrun; the
+    leader is the first."""
+    arguments = [
+        str(folder), *flags(num_nodes), "--num-nodes", str(num_nodes),
+        "--master-address", "127.0.0.1", "--master-port", str(free_port()),
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                launch(LOOPBACK[1], *whalepod("worker", *arguments, "--node-rank", str(rank)))
+            )
+            for rank in range(1, num_nodes)
+        ]
+        leader = launch(LOOPBACK[0], *whalepod("serve", *arguments, "--port", "0"))
+        yield [stack.enter_context(leader), *workers]
+
+
 def check_bits(machines: list[Machine], folder: Path, ranks_per_node: int, count: int) -> None:
     bodies = mixed_bodies("nano", count)
     expected = answers_of_one(folder, bodies)
@@ -104,14 +123,7 @@ def test_two_network_namespaces_answer_with_the_bits_of_one_rank(nano_folder: Pa
 
 
 def test_a_rank_that_is_killed_ends_all_machines_with_one_reason(nano_folder: Path) -> None:
-    arguments = [
-        str(nano_folder), *flags(2), "--num-nodes", "2", "--master-address", "127.0.0.1",
-        "--master-port", str(free_port()),
-    ]  # fmt: skip
-    with (
-        launch(LOOPBACK[1], *whalepod("worker", *arguments, "--node-rank", "1")) as worker,
-        launch(LOOPBACK[0], *whalepod("serve", *arguments, "--port", "0")) as leader,
-    ):
+    with leader_and_workers(nano_folder, num_nodes=2) as (leader, worker):
         address = wait_for_address([leader, worker])
         assert "2 over gloo, on 2 machines (--num-nodes)" in leader.text
         (rank,) = ranks_of(worker.process.pid)
@@ -124,14 +136,7 @@ def test_a_rank_that_is_killed_ends_all_machines_with_one_reason(nano_folder: Pa
 
 
 def test_a_worker_that_is_told_to_stop_lets_all_finish_and_end_well(nano_folder: Path) -> None:
-    arguments = [
-        str(nano_folder), *flags(2), "--num-nodes", "2", "--master-address", "127.0.0.1",
-        "--master-port", str(free_port()),
-    ]  # fmt: skip
-    with (
-        launch(LOOPBACK[1], *whalepod("worker", *arguments, "--node-rank", "1")) as worker,
-        launch(LOOPBACK[0], *whalepod("serve", *arguments, "--port", "0")) as leader,
-    ):
+    with leader_and_workers(nano_folder, num_nodes=2) as (leader, worker):
         wait_for_address([leader, worker])
         worker.process.send_signal(signal.SIGTERM)
         for one in (leader, worker):
@@ -140,30 +145,15 @@ def test_a_worker_that_is_told_to_stop_lets_all_finish_and_end_well(nano_folder:
 
 
 def test_a_rank_that_cannot_start_says_why_on_all_machines(nano_folder: Path) -> None:
-    arguments = [
-        str(nano_folder), *flags(3), "--num-nodes", "3", "--master-address", "127.0.0.1",
-        "--master-port", str(free_port()),
-    ]  # fmt: skip
-    with (
-        launch(LOOPBACK[1], *whalepod("worker", *arguments, "--node-rank", "1")) as worker,
-        launch(LOOPBACK[1], *whalepod("worker", *arguments, "--node-rank", "2")) as other,
-        launch(LOOPBACK[0], *whalepod("serve", *arguments, "--port", "0")) as leader,
-    ):
-        for one in (leader, worker, other):
+    with leader_and_workers(nano_folder, num_nodes=3) as launches:
+        for one in launches:
             assert one.wait() == 1, one.text
             assert "3 does not divide the model's 8 experts" in one.text
 
 
 def test_a_launcher_that_is_killed_ends_the_others(nano_folder: Path) -> None:
     """Machine 0 holds the store: without it nobody goes on, ranks neither."""
-    arguments = [
-        str(nano_folder), *flags(2), "--num-nodes", "2", "--master-address", "127.0.0.1",
-        "--master-port", str(free_port()),
-    ]  # fmt: skip
-    with (
-        launch(LOOPBACK[1], *whalepod("worker", *arguments, "--node-rank", "1")) as worker,
-        launch(LOOPBACK[0], *whalepod("serve", *arguments, "--port", "0")) as leader,
-    ):
+    with leader_and_workers(nano_folder, num_nodes=2) as (leader, worker):
         wait_for_address([leader, worker])
         pids = ranks_of(worker.process.pid) + ranks_of(leader.process.pid)
         leader.process.kill()
