@@ -34,7 +34,7 @@ from whalepod.kernels.cpu.regions import (
 )
 from whalepod.kernels.cpu.simd import i64_pointer, load, store
 
-MAX_PROGRAMS = 512
+MAX_PROGRAMS = 256
 MAX_REMEMBERED = 1024
 """Shapes of steps are many: a batch that drains, times the drafts of each step."""
 SMALLEST_PIECE_BYTES = 4096
