@@ -6,8 +6,8 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import BinaryIO
 
 from whalepod.mtp.depth import Depth, FixedDepth
@@ -15,11 +15,12 @@ from whalepod.scheduler.errors import RequestRejected
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
 from whalepod.scheduler.request import Request, Sequence as ScheduledSequence
 from whalepod.scheduler.scheduler import Scheduler
+from whalepod.server.engine.compiling import Compiling
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
 from whalepod.server.engine.intake import check_submit
 from whalepod.server.engine.refusals import failure, rejected
 from whalepod.server.engine.runner import Runner, new_runner_sequence
-from whalepod.server.engine.scripted import Encode, Script
+from whalepod.server.engine.scripted import Script, ScriptedOutputs, TestHooks
 from whalepod.server.engine.speculation import step_record
 from whalepod.server.messages import (
     STATS_INTERVAL_US,
@@ -39,23 +40,9 @@ from whalepod.server.messages import (
     Withdraw,
     Withdrawn,
 )
-from whalepod.server.outputs import join_outputs
 from whalepod.server.structured.interface import Matcher
 
-MAX_COMPILING = 256
-"""Requests that wait for their grammars."""
-COMPILE_POLL_S = 0.01
-"""How long a loop without other work waits for a grammar before it looks at its messages."""
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestHooks:
-    """What the request key `test_steps` needs; an engine without it refuses the key."""
-
-    encode: Encode
-    eos_token_id: int
 
 
 class EngineCore:
@@ -93,12 +80,10 @@ class EngineCore:
         self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
         self._hooks = hooks
-        self._grammars = grammars
-        self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}
+        self._compiling = Compiling(grammars)
         self._journal = journal
         self._seeds = random.Random(seed)
-        self._scripts: dict[int, Script] = {}
-        self._held: dict[int, SequenceOutput] = {}
+        self._scripted = ScriptedOutputs()
         self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
         self._now_us = 0
         self._stats_due_us = 0
@@ -156,8 +141,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Close the journal and end the thread that compiles grammars."""
-        if self._grammars is not None:
-            self._grammars.close()
+        self._compiling.close()
         if self._journal is not None:
             self._journal.close()
 
@@ -193,25 +177,15 @@ class EngineCore:
 
     def _submit(self, submit: Submit) -> Rejected | None:
         """Admit a request, or keep it until its grammar is compiled."""
-        constraint = submit.params.constraint
-        if constraint is None:
+        if submit.params.constraint is None:
             return self._admit(submit, None)
-        if self._grammars is None:
-            return rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
-        if len(self._compiling) >= MAX_COMPILING:
-            return rejected(submit, "queue_full", f"{MAX_COMPILING} grammars wait to be compiled")
-        matcher = self._grammars.matcher(constraint)
-        if matcher.done():
-            return self._admit(submit, matcher)
-        self._compiling[submit.request_id] = (submit, matcher)
-        return None
+        taken = self._compiling.take(submit)
+        return self._admit(submit, taken) if isinstance(taken, Future) else taken
 
     def admit_compiled(self) -> list[SequenceOutput]:
         """Admit the requests whose grammars are ready; return the failures of the others."""
-        ready = [item for item in self._compiling.values() if item[1].done()]
         failures = []
-        for submit, matcher in ready:
-            del self._compiling[submit.request_id]
+        for submit, matcher in self._compiling.take_ready():
             refusal = self._admit(submit, matcher)
             if refusal is not None:
                 failures.append(failure(refusal))
@@ -275,12 +249,12 @@ class EngineCore:
         new = new_runner_sequence(sequence, eos_token_ids, script, grammar)
         self.runner.add(sequence.sequence_id, new)
         if script is not None:
-            self._scripts[sequence.sequence_id] = script
+            self._scripted.add(sequence.sequence_id, script)
 
     def _abort(self, request_id: str) -> StepOutputs | None:
         """Free a request; without a step to come, say here what the counters are now."""
         self._has_stats_to_tell = True
-        self._compiling.pop(request_id, None)
+        self._compiling.discard(request_id)
         was_alive = request_id in self._live
         self.scheduler.cancel(request_id)
         for sequence_id in self._live.pop(request_id, ()):
@@ -297,8 +271,7 @@ class EngineCore:
 
     def _drop_sequence(self, sequence_id: int) -> None:
         self.runner.drop(sequence_id)
-        self._scripts.pop(sequence_id, None)
-        self._held.pop(sequence_id, None)
+        self._scripted.drop(sequence_id)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -310,7 +283,7 @@ class EngineCore:
 
     def _step(self) -> StepOutputs | None:
         if self._compiling and not self.scheduler.has_work:
-            wait([matcher for _, matcher in self._compiling.values()], timeout=COMPILE_POLL_S)
+            self._compiling.wait()
         outputs = self.admit_compiled()
         if not self.scheduler.has_work:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats)
@@ -388,26 +361,17 @@ class EngineCore:
 
     def _message(self, output: Output) -> SequenceOutput | None:
         message = SequenceOutput._make(output[1:])
-        if output.sequence_id in self._scripts:
-            return self._hold(output, message)
+        is_scripted = output.sequence_id in self._scripted
+        whole = self._join_scripted(output, message) if is_scripted else message
         if output.finish_reason is not None:
             self._end(output)
-        return message
+        return whole
 
-    def _hold(self, output: Output, message: SequenceOutput) -> SequenceOutput | None:
-        """Join the outputs of a scripted step; return them when its last token is there."""
-        sequence_id = output.sequence_id
-        held = self._held.pop(sequence_id, None)
-        if held is not None:
-            message = join_outputs(held, message)
+    def _join_scripted(self, output: Output, message: SequenceOutput) -> SequenceOutput | None:
         if output.finish_reason is not None:
-            self._end(output)
-            return message
-        num_generated = self.scheduler.sequence(sequence_id).num_generated
-        if self._scripts[sequence_id].ends_step(num_generated):
-            return message
-        self._held[sequence_id] = message
-        return None
+            return self._scripted.join(output.sequence_id, message)
+        num_generated = self.scheduler.sequence(output.sequence_id).num_generated
+        return self._scripted.join_step(output.sequence_id, message, num_generated)
 
     def _end(self, output: Output) -> None:
         self._drop_sequence(output.sequence_id)
