@@ -28,5 +28,6 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
 def _tokens_of(constraint: Constraint | None) -> tuple[int, ...]:
     if constraint is None:
         return ()
-    single = (constraint.starts_after, constraint.reasoning_end)
-    return tuple(token for token in single if token is not None) + constraint.banned_before
+    single = (constraint.starts_after, constraint.reasoning_start)
+    several = constraint.banned_before + constraint.reasoning_ends
+    return tuple(token for token in single if token is not None) + several

@@ -16,7 +16,7 @@ from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.messages import Abort, Rejected, Submit
 
-THINK_END = 49
+THINK, THINK_END = 48, 49
 RULE = Constraint(kind="lark", grammar="12")
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=40, constraint=RULE)
 
@@ -108,6 +108,39 @@ def test_the_reasoning_is_free_but_may_not_end_the_text(grammars: GrammarStore) 
     at = answer.index(THINK_END)
     assert not {EOS, 5} & set(answer[:at])
     assert is_ladder(tuple(answer[at + 1 :]))
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_a_reasoning_that_the_model_opens_is_closed_when_its_budget_is_spent(
+    grammars: GrammarStore, budget: int
+) -> None:
+    """The bias keeps the model from closing it, and all guesses in an answer may be right."""
+    rule = Constraint(
+        kind="lark", grammar="90", starts_after=THINK_END, is_optional=True,
+        reasoning_start=THINK, reasoning_ends=(THINK_END,), max_reasoning_tokens=budget,
+    )  # fmt: skip
+    params = replace(PARAMS, logit_bias={THINK: 2.0, THINK_END: -100.0}, max_tokens=60)
+    drafting = make_core(grammars=grammars, mtp=FakeMtp(), depth=FixedDepth(4))
+    plain = make_core(grammars=grammars)
+    for core in (drafting, plain):
+        core.receive([
+            submit(str(seed), replace(params, seed=seed, ignore_eos=True, constraint=rule))
+            for seed in range(6)
+        ])  # fmt: skip
+
+    answers, expected = run_to_end(drafting), run_to_end(plain)
+
+    assert drafting.stats.num_accepted_tokens > 0
+    assert {k: a.token_ids for k, a in answers.items()} == {
+        k: a.token_ids for k, a in expected.items()
+    }
+    texts = [list(answer.token_ids) for answer in answers.values()]
+    thinking = [text for text in texts if THINK in text[: 59 - budget]]
+    assert len(thinking) > 2
+    for text in texts:
+        opened = text.index(THINK) + 1 if text in thinking else 60
+        closed = [opened + budget] if text in thinking else []
+        assert [i for i, token_id in enumerate(text) if token_id == THINK_END] == closed
 
 
 def test_a_scripted_text_may_break_its_grammar(grammars: GrammarStore) -> None:
