@@ -5,6 +5,7 @@ Read `_build_engine` first; `build_model`, `build_speculation` and `cache_memory
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from functools import partial
@@ -193,9 +194,12 @@ def _open_journal(path: str | None) -> BinaryIO | None:
     if path is None:
         return None
     try:
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except OSError as error:
         raise StartupError(f"cannot record to {path}: {error.strerror}") from error
+    # an engine that fails is frozen for the garbage collector: its last steps would be lost
+    atexit.register(file.close)
+    return file
 
 
 def _new_hooks(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> TestHooks | None:

@@ -6,7 +6,6 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import BinaryIO
 
@@ -15,7 +14,7 @@ from whalepod.scheduler.errors import RequestRejected
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
 from whalepod.scheduler.request import Request, Sequence as ScheduledSequence
 from whalepod.scheduler.scheduler import Scheduler
-from whalepod.server.engine.compiling import Compiling
+from whalepod.server.engine.compiling import Compiling, CompilingRequests
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
 from whalepod.server.engine.intake import check_submit
 from whalepod.server.engine.refusals import failure, rejected
@@ -40,7 +39,7 @@ from whalepod.server.messages import (
     Withdraw,
     Withdrawn,
 )
-from whalepod.server.structured.interface import Matcher
+from whalepod.server.structured.interface import GrammarError, Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,8 @@ class EngineCore:
         self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
         self._hooks = hooks
-        self._compiling = Compiling(grammars)
+        self._grammars = grammars
+        self._compiling = CompilingRequests()
         self._journal = journal
         self._seeds = random.Random(seed)
         self._scripted = ScriptedOutputs()
@@ -141,7 +141,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Close the journal and end the thread that compiles grammars."""
-        self._compiling.close()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._journal is not None:
             self._journal.close()
 
@@ -176,38 +177,53 @@ class EngineCore:
         return None
 
     def _submit(self, submit: Submit) -> Rejected | None:
-        """Admit a request, or keep it until its grammar is compiled."""
-        if submit.params.constraint is None:
-            return self._admit(submit, None)
-        taken = self._compiling.take(submit)
-        return self._admit(submit, taken) if isinstance(taken, Future) else taken
+        """Queue a request, or keep it until its grammar is compiled.
 
-    def admit_compiled(self) -> list[SequenceOutput]:
-        """Admit the requests whose grammars are ready; return the failures of the others."""
-        failures = []
-        for submit, matcher in self._compiling.take_ready():
-            refusal = self._admit(submit, matcher)
-            if refusal is not None:
-                failures.append(failure(refusal))
-        return failures
-
-    def _admit(self, submit: Submit, compiled: Future[Matcher] | None) -> Rejected | None:
+        Whatever speaks against it is said here: later it has no refusal any more, only a failure.
+        """
         try:
-            matcher = None if compiled is None else compiled.result()
+            if submit.request_id in self._compiling:
+                raise ValueError(f"request id {submit.request_id!r} is in use already")
             check_submit(submit, self.info.vocab_size)
             script = self._new_script(submit.test_steps)
             request = self._new_request(submit)
-            self._note_clock()
-            self.scheduler.add(request)
+            self.scheduler.check_request(request, num_coming=len(self._compiling))
         except RequestRejected as error:
             return rejected(submit, error.code, error.message)
         except ValueError as error:
             return rejected(submit, "invalid_request", str(error))
+        constraint = submit.params.constraint
+        if constraint is None:
+            self._start(request, script, None)
+            return None
+        if self._grammars is None:
+            return rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
+        if self._compiling.is_full:
+            message = f"{len(self._compiling)} grammars wait to be compiled"
+            return rejected(submit, "queue_full", message)
+        matcher = self._grammars.matcher(constraint)
+        self._compiling.add(Compiling(request=request, script=script, matcher=matcher))
+        return None
+
+    def admit_compiled(self) -> list[SequenceOutput]:
+        """Queue the requests whose grammars are ready; return the failures of the others."""
+        failures = []
+        for compiling in self._compiling.take_ready():
+            try:
+                matcher = compiling.matcher.result()
+            except GrammarError as error:
+                failures.append(failure(compiling.request.request_id, str(error)))
+            else:
+                self._start(compiling.request, compiling.script, matcher)
+        return failures
+
+    def _start(self, request: Request, script: Script | None, matcher: Matcher | None) -> None:
+        self._note_clock()
+        self.scheduler.add(request)
         self._has_stats_to_tell = True
         self._live[request.request_id] = [s.sequence_id for s in request.sequences]
         for sequence in request.sequences:
             self._add_sequence(sequence, script, matcher)
-        return None
 
     def _note_clock(self) -> None:
         self._now_us = time.monotonic_ns() // 1000
@@ -305,6 +321,11 @@ class EngineCore:
         return self.stats
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their grammars or for their first admission."""
+        return len(self._compiling) + self.scheduler.num_queued_requests
+
+    @property
     def num_compiling(self) -> int:
         """Requests that wait for their grammars."""
         return len(self._compiling)
@@ -334,8 +355,8 @@ class EngineCore:
 
     def give_up(self, plan: Plan, error: Exception) -> list[SequenceOutput]:
         """End the requests of the step in flight with an error."""
-        message = f"the engine failed: {type(error).__name__}: {error}"
-        return self.finish(_failed_result(plan, message))
+        logger.error("step %d failed again: its requests end: %r", plan.step, error)
+        return self.finish(_failed_result(plan))
 
     def refuse_all(self, code: str, message: str) -> list[ToGateway]:
         """Drop every request and say why; none may be in a step."""
@@ -357,7 +378,7 @@ class EngineCore:
             return again, self.runner.run(again)
         except Exception:
             logger.exception("step %d failed again: its requests end", again.step)
-            return again, _failed_result(again, "the engine failed at this step; its log says why")
+            return again, _failed_result(again)
 
     def _message(self, output: Output) -> SequenceOutput | None:
         message = SequenceOutput._make(output[1:])
@@ -382,6 +403,7 @@ class EngineCore:
             self._has_stats_to_tell = True
 
 
-def _failed_result(plan: Plan, error: str) -> StepResult:
+def _failed_result(plan: Plan) -> StepResult:
+    error = "the engine failed at this step; its log says why"  # its own words are not for clients
     rows = tuple([RowResult(sequence_id=row.sequence_id, error=error) for row in plan.rows])
     return StepResult(step=plan.step, rows=rows)

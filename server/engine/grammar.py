@@ -121,13 +121,20 @@ class GrammarStore:
         """Return the grammar's matcher, to be copied, or a GrammarError, when it is ready."""
         key = (constraint.kind, constraint.grammar)
         if key not in self._matchers:
-            self._matchers[key] = self._thread.submit(
-                lambda: self._compiler.result().compile(constraint)
-            )
+            self._matchers[key] = self._thread.submit(self._compile, constraint)
         self._matchers.move_to_end(key)
         while len(self._matchers) > MAX_CACHED_GRAMMARS:
             self._matchers.popitem(last=False)
         return self._matchers[key]
+
+    def _compile(self, constraint: Constraint) -> Matcher:
+        try:
+            return self._compiler.result().compile(constraint)
+        except GrammarError:
+            raise
+        except Exception as error:  # it ends this request, not the engine
+            logger.exception("a grammar cannot be compiled")
+            raise GrammarError("the grammar compiler failed; the server's log says why") from error
 
     def close(self) -> None:
         """End the thread."""

@@ -181,6 +181,56 @@ def test_others_run_while_a_grammar_is_compiled(
     assert is_ladder(run_to_end(core)["a", 0].token_ids)
 
 
+def test_a_request_whose_grammar_is_compiled_has_its_place_in_the_queue(
+    compiler: LadderCompiler, grammars: GrammarStore
+) -> None:
+    """Refused behind the compiler it would be an error of the engine: 500, not 429."""
+    core = make_core(grammars=grammars, max_num_queued_reqs=2)
+    compiler.gate.clear()
+    plain = replace(PARAMS, constraint=None)
+
+    assert core.receive([submit("a"), submit("b")]) == []
+    assert core.num_waiting == 2
+    assert refusal(core, submit("c")).startswith("queue_full")
+    assert refusal(core, submit("d", plain)).startswith("queue_full")
+    assert "in use" in refusal(core, submit("a"))
+    compiler.gate.set()
+    answers = run_to_end(core)
+
+    assert {key: answer.error for key, answer in answers.items()} == {
+        ("a", 0): None,
+        ("b", 0): None,
+    }
+    assert core.receive([submit("c")]) == []
+    run_to_end(core)
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_its_grammar_is_compiled(
+    compiler: LadderCompiler, grammars: GrammarStore
+) -> None:
+    core = make_core(grammars=grammars, max_model_len=32)
+    compiler.gate.clear()
+
+    said = refusal(core, submit("a"))
+
+    assert said.startswith("context_length_exceeded")
+    assert not core.has_work
+
+
+def test_a_compiler_that_fails_ends_the_requests_that_need_it() -> None:
+    def broken() -> LadderCompiler:
+        raise RuntimeError("no such vocabulary")
+
+    core = make_core(grammars=GrammarStore(broken))
+
+    core.receive([submit("a"), submit("b", replace(PARAMS, constraint=None))])
+    answers = run_to_end(core)
+
+    assert answers["a", 0].error == "the grammar compiler failed; the server's log says why"
+    assert answers["b", 0].error is None
+    core.close()
+
+
 def test_a_request_that_leaves_while_its_grammar_is_compiled_is_forgotten(
     compiler: LadderCompiler, grammars: GrammarStore
 ) -> None:
