@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import BinaryIO
 
 from whalepod.mtp.depth import Depth, FixedDepth
@@ -16,7 +14,7 @@ from whalepod.scheduler.request import Request, Sequence as ScheduledSequence
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.compiling import Compiling, CompilingRequests
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
-from whalepod.server.engine.intake import check_submit
+from whalepod.server.engine.intake import Intake
 from whalepod.server.engine.refusals import failure, rejected
 from whalepod.server.engine.runner import Runner, new_runner_sequence
 from whalepod.server.engine.scripted import Script, ScriptedOutputs, TestHooks
@@ -78,11 +76,10 @@ class EngineCore:
         self.scheduler = scheduler
         self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
-        self._hooks = hooks
+        self._intake = Intake(info.vocab_size, hooks, seed)
         self._grammars = grammars
         self._compiling = CompilingRequests()
         self._journal = journal
-        self._seeds = random.Random(seed)
         self._scripted = ScriptedOutputs()
         self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
         self._now_us = 0
@@ -92,7 +89,7 @@ class EngineCore:
     def reseed(self, seed: str) -> None:
         """Start the generator of the seeds of requests that bring none: ranks must not draw the
         same ones."""
-        self._seeds = random.Random(seed)
+        self._intake.reseed(seed)
 
     @property
     def has_work(self) -> bool:
@@ -184,9 +181,7 @@ class EngineCore:
         try:
             if submit.request_id in self._compiling:
                 raise ValueError(f"request id {submit.request_id!r} is in use already")
-            check_submit(submit, self.info.vocab_size)
-            script = self._new_script(submit.test_steps)
-            request = self._new_request(submit)
+            request, script = self._intake.take(submit)
             self.scheduler.check_request(request, num_coming=len(self._compiling))
         except RequestRejected as error:
             return rejected(submit, error.code, error.message)
@@ -228,26 +223,6 @@ class EngineCore:
     def _note_clock(self) -> None:
         self._now_us = time.monotonic_ns() // 1000
         self.scheduler.note_clock(self._now_us)
-
-    def _new_request(self, submit: Submit) -> Request:
-        params = submit.params
-        if params.seed is None:  # fixed here, so that a resumed request goes on the same way
-            params = replace(params, seed=self._seeds.getrandbits(63))
-        return Request(
-            request_id=submit.request_id,
-            prompt_token_ids=submit.prompt_token_ids,
-            params=params,
-            num_sequences=submit.num_sequences,
-            priority=submit.priority,
-            cache_salt=submit.cache_salt,
-        )
-
-    def _new_script(self, test_steps: Sequence[str]) -> Script | None:
-        if not test_steps:
-            return None
-        if self._hooks is None:
-            raise ValueError("test_steps needs --enable-test-hooks")
-        return Script(test_steps, self._hooks.encode, self._hooks.eos_token_id)
 
     def _add_sequence(
         self, sequence: ScheduledSequence, script: Script | None, matcher: Matcher | None
