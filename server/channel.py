@@ -139,7 +139,9 @@ def _decode_or_none(frame: bytes) -> ToEngine | None:
 class _Mailbox:
     """Outputs of one request on their way to its reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_sequences: int) -> None:
+        self.live = set(range(num_sequences))
+        """Answers whose end the reader has not seen."""
         self._outputs: deque[SequenceOutput] = deque()
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
@@ -150,6 +152,8 @@ class _Mailbox:
 
     def put(self, output: SequenceOutput) -> None:
         """Queue an output; behind a slow reader it is joined to the last of its sequence."""
+        if output.index not in self.live:
+            return  # it was under way when the reader let go of the answer
         if len(self._outputs) >= MAX_QUEUED_OUTPUTS:
             for place in range(len(self._outputs) - 1, -1, -1):
                 if self._outputs[place].index == output.index:
@@ -157,6 +161,14 @@ class _Mailbox:
                     return
         self._outputs.append(output)
         self._arrived.set()
+
+    def let_go(self, index: int) -> bool:
+        """Keep nothing more of an answer; False when its end was read, or it was let go before."""
+        if index not in self.live:
+            return False
+        self.live.remove(index)
+        self._outputs = deque(output for output in self._outputs if output.index != index)
+        return True
 
     def fail(self, error: Exception) -> None:
         """Make the reader raise once it has read what came before."""
@@ -169,7 +181,10 @@ class _Mailbox:
                 raise self._error
             self._arrived.clear()
             await self._arrived.wait()
-        return self._outputs.popleft()
+        output = self._outputs.popleft()
+        if output.finish_reason is not None:
+            self.live.discard(output.index)
+        return output
 
 
 class EngineChannel:
@@ -243,7 +258,7 @@ class EngineChannel:
         return self._failure
 
     async def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput, None]:
-        """Yield outputs of all sequences until each has a finish reason.
+        """Yield outputs of all sequences until each has a finish reason or was aborted.
 
         Closing the iterator early aborts the request in the engine and frees its blocks. A reader
         that falls behind gets longer outputs, never fewer tokens. Raises RequestRejected when the
@@ -258,18 +273,21 @@ class EngineChannel:
                 "queue_full", f"{MAX_LIVE_REQUESTS} requests are live: retry later"
             )
         frame = encode(request)
-        mailbox = self._mailboxes[request_id] = _Mailbox()
-        num_live = request.num_sequences
+        mailbox = self._mailboxes[request_id] = _Mailbox(request.num_sequences)
         self._post(frame)
         try:
-            while num_live:
-                output = await mailbox.get()
-                num_live -= output.finish_reason is not None
-                yield output
+            while mailbox.live:
+                yield await mailbox.get()
         finally:
             del self._mailboxes[request_id]
-            if num_live and not mailbox.has_failed:
+            if mailbox.live and not mailbox.has_failed:
                 self._send(Abort(request_id=request_id))
+
+    def abort_answer(self, request_id: str, index: int) -> None:
+        """End one answer of a live request; nothing more of it is yielded."""
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is not None and mailbox.let_go(index) and not mailbox.has_failed:
+            self._send(Abort(request_id=request_id, index=index))
 
     def withdraw(self, request_id: str) -> None:
         """Ask for a request back that may not have begun: its reader raises RequestWithdrawn if

@@ -169,7 +169,7 @@ class RankRouter:
             raise EngineLost(f"rank {number} did not answer ({where}): {error}") from error
 
     async def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput, None]:
-        """Yield outputs of all sequences until each has a finish reason.
+        """Yield outputs of all sequences until each has a finish reason or was aborted.
 
         A request goes to the rank with the most room. Before its first output it may move: to a
         rank with less to do, or away from one that is lost.
@@ -191,6 +191,11 @@ class RankRouter:
                 num_losses += 1
                 if has_begun or num_losses == MAX_TRIES:
                     raise EngineLost(f"rank {number} was lost: {error}") from error
+
+    def abort_answer(self, request_id: str, index: int) -> None:
+        """End one answer of a live request, on whichever rank it is."""
+        for rank in self._ranks:
+            rank.channel.abort_answer(request_id, index)
 
     async def _submit_to(
         self, number: int, request: Submit, is_movable: bool

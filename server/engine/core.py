@@ -161,8 +161,8 @@ class EngineCore:
         match message:
             case Submit():
                 return self._submit(message)
-            case Abort(request_id=request_id):
-                return self._abort(request_id)
+            case Abort(request_id=request_id, index=index):
+                return self._abort(request_id, index)
             case Withdraw(request_id=request_id):
                 return self._withdraw(request_id)
             case Ping(nonce=nonce):
@@ -242,15 +242,18 @@ class EngineCore:
         if script is not None:
             self._scripted.add(sequence.sequence_id, script)
 
-    def _abort(self, request_id: str) -> StepOutputs | None:
-        """Free a request; without a step to come, say here what the counters are now."""
+    def _abort(self, request_id: str, index: int | None = None) -> StepOutputs | None:
+        """Free a request, or one answer of a queued one; without a step to come, say here what the
+        counters are now."""
         self._has_stats_to_tell = True
-        self._compiling.discard(request_id)
-        was_alive = request_id in self._live
-        self.scheduler.cancel(request_id)
-        for sequence_id in self._live.pop(request_id, ()):
-            self._drop_sequence(sequence_id)
-        if self.has_work or not was_alive:
+        if index is None:
+            self._compiling.discard(request_id)
+        live = self._live.get(request_id, [])
+        ending = [s for s in live if index in (None, self.scheduler.owner(s)[1])]
+        self.scheduler.cancel(request_id, index)
+        for sequence_id in ending:
+            self._forget(request_id, sequence_id)
+        if self.has_work or not ending:
             return None
         return StepOutputs(outputs=(), stats=self.stats)
 
@@ -259,10 +262,6 @@ class EngineCore:
             return None
         self._abort(request_id)
         return Withdrawn(request_id=request_id)
-
-    def _drop_sequence(self, sequence_id: int) -> None:
-        self.runner.drop(sequence_id)
-        self._scripted.drop(sequence_id)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -360,7 +359,7 @@ class EngineCore:
         is_scripted = output.sequence_id in self._scripted
         whole = self._join_scripted(output, message) if is_scripted else message
         if output.finish_reason is not None:
-            self._end(output)
+            self._forget(output.request_id, output.sequence_id)
         return whole
 
     def _join_scripted(self, output: Output, message: SequenceOutput) -> SequenceOutput | None:
@@ -369,12 +368,14 @@ class EngineCore:
         num_generated = self.scheduler.sequence(output.sequence_id).num_generated
         return self._scripted.join_step(output.sequence_id, message, num_generated)
 
-    def _end(self, output: Output) -> None:
-        self._drop_sequence(output.sequence_id)
-        live = self._live[output.request_id]
-        live.remove(output.sequence_id)
+    def _forget(self, request_id: str, sequence_id: int) -> None:
+        """Keep nothing of a sequence that ended."""
+        self.runner.drop(sequence_id)
+        self._scripted.drop(sequence_id)
+        live = self._live[request_id]
+        live.remove(sequence_id)
         if not live:
-            del self._live[output.request_id]
+            del self._live[request_id]
             self._has_stats_to_tell = True
 
 

@@ -146,6 +146,24 @@ def test_equal_requests_go_to_the_ranks_in_turn(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_one_answer_is_aborted_on_the_rank_that_has_it(tmp_path: Path) -> None:
+    async def scenario(router: RankRouter, _: FakeRanks, cores: list[EngineCore]) -> None:
+        two = replace(request("two", ENDLESS), num_sequences=2)
+        other = asyncio.create_task(read(router, request("other", ENDLESS)))
+        outputs = router.submit(two)
+        await anext(outputs)
+        await until(lambda: sum(core.stats.num_running for core in cores) == 3)
+        router.abort_answer("two", 0)
+        router.abort_answer("nobody", 0)
+        await until(lambda: [core.stats.num_running for core in cores] == [1, 1])
+        assert {(await anext(outputs)).index for _ in range(5)} == {1}
+        await outputs.aclose()
+        await until(lambda: sum(core.stats.num_running for core in cores) == 1)
+        other.cancel()
+
+    run(tmp_path, scenario, *roomy_cores())
+
+
 def test_requests_are_balanced_by_tokens_not_by_number(tmp_path: Path) -> None:
     async def scenario(router: RankRouter, _: FakeRanks, cores: list[EngineCore]) -> None:
         large = asyncio.create_task(read(router, request("large", LONG, length=200)))

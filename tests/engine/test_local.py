@@ -22,6 +22,7 @@ from whalepod.server.engine.replay import Difference, replay_with_model
 from whalepod.server.engine.script_text import load_encode
 from whalepod.server.errors import RequestRejected, StartupError
 from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.messages import Abort, Submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3, frequency_penalty=0.2)
@@ -121,6 +122,15 @@ def journal(nano: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Engine(nano, **OPTIONS, record=str(path)) as engine:
         engine.generate([*PROMPTS, PROMPTS[2]], SAMPLED)
         engine.generate(PROMPTS, replace(GREEDY, prompt_logprobs=1))
+        core = engine._core
+        core.receive(
+            [Submit(request_id="r", prompt_token_ids=(1, 2), params=SAMPLED, num_sequences=3)]
+        )
+        for _ in range(4):
+            core.step()
+        core.receive([Abort(request_id="r", index=1)])
+        while core.has_work:
+            core.step()
     return path
 
 
