@@ -156,7 +156,7 @@ def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
     device, is_int8 = config.device, config.source.quantization == "int8"
     if device.device != "cpu":
         raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
-    if device.kernels == "reference" and not device.batch_invariant:
+    if device.kernels == "reference":
         if is_int8:
             raise StartupError(
                 "--kernels reference has no --quantization int8: drop one of the two"

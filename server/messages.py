@@ -124,6 +124,9 @@ class Stats:
 
     num_running: int = 0
     num_waiting: int = 0
+    """Who waits for a grammar or for a slot."""
+    num_compiling: int = 0
+    """Those of `num_waiting` whose grammars are being compiled."""
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_owned_blocks: int = 0

@@ -273,16 +273,22 @@ class RankRouter:
         """Ask ranks with a queue to give back requests that another one could begin at once."""
         idle = [r for r in self._ranks if r.lost is None and _has_room(r)]
         for rank in self._ranks:
-            if rank.lost is None and idle and rank.channel.stats.num_waiting and rank not in idle:
+            if rank.lost is None and idle and _num_queued(rank) and rank not in idle:
                 for request_id in list(rank.queued)[-MAX_MOVES_AT_ONCE * len(idle) :]:
                     rank.channel.withdraw(request_id)
+
+
+def _num_queued(rank: _Rank) -> int:
+    """Return how many wait for a slot; another rank would have to compile a grammar again."""
+    stats = rank.channel.stats
+    return stats.num_waiting - stats.num_compiling
 
 
 def _has_room(rank: _Rank) -> bool:
     stats = rank.channel.stats
     num_running = stats.num_running + len(rank.queued)
     has_tokens = rank.num_tokens + EXPECTED_TOKENS <= rank.capacity_tokens
-    return not stats.num_waiting and num_running < rank.channel.info.max_num_seqs and has_tokens
+    return not _num_queued(rank) and num_running < rank.channel.info.max_num_seqs and has_tokens
 
 
 def expected_tokens(request: Submit) -> int:

@@ -100,7 +100,8 @@ class EngineCore:
         s = self.scheduler.stats()
         return Stats(
             num_running=s.num_running,
-            num_waiting=s.num_waiting,
+            num_waiting=len(self._compiling) + s.num_waiting,
+            num_compiling=len(self._compiling),
             num_free_blocks=s.num_free_blocks,
             num_cached_blocks=s.num_cached_blocks,
             num_owned_blocks=s.num_owned_blocks,
@@ -198,6 +199,7 @@ class EngineCore:
             return rejected(submit, "queue_full", message)
         matcher = self._grammars.matcher(constraint)
         self._compiling.add(Compiling(request=request, script=script, matcher=matcher))
+        self._has_stats_to_tell = True
         return None
 
     def admit_compiled(self) -> list[SequenceOutput]:

@@ -191,6 +191,7 @@ def test_a_request_whose_grammar_is_compiled_has_its_place_in_the_queue(
 
     assert core.receive([submit("a"), submit("b")]) == []
     assert core.num_waiting == 2
+    assert (core.stats.num_waiting, core.stats.num_compiling) == (2, 2)
     assert refusal(core, submit("c")).startswith("queue_full")
     assert refusal(core, submit("d", plain)).startswith("queue_full")
     assert "in use" in refusal(core, submit("a"))

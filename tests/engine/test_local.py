@@ -29,7 +29,7 @@ SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3, frequency_penalty=
 PROMPTS = [[(7 * i + j) % 500 for j in range(length)] for i, length in enumerate((3, 70, 130))]
 ROOT = Path(whalepod.__file__).parent
 OPTIONS: dict[str, Any] = {
-    "dtype": "fp32", "kernels": "reference", "batch_invariant": True, "max_model_len": 256,
+    "dtype": "fp32", "batch_invariant": True, "max_model_len": 256,
     "max_num_seqs": 8, "num_threads": 1,
 }  # fmt: skip
 
