@@ -97,9 +97,12 @@ def read_model_config(model: str) -> ModelConfig:
         return load_config(path)
     if path.is_file():
         try:
-            return parse_config(json.loads(path.read_text(encoding="utf-8")))
+            raw = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise StartupError(f"{path} is not a config.json: {error}") from None
+        if not isinstance(raw, dict):
+            raise StartupError(f"{path} is not a config.json: it holds a {type(raw).__name__}")
+        return parse_config(raw)
     return load_config(_cached_config(model).parent)
 
 

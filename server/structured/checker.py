@@ -128,7 +128,9 @@ class GrammarChecker:
                 return f"it takes more than {MAX_CPU_S} s to compile"
             if code in _KILLED_FROM_OUTSIDE:  # it says little of the grammar: not remembered
                 name = signal.Signals(-code).name
-                raise CompilerUnavailableError(f"the grammar compiler was ended by {name}") from None
+                raise CompilerUnavailableError(
+                    f"the grammar compiler was ended by {name}"
+                ) from None
             return "it takes too much memory to compile"
         except asyncio.CancelledError:  # the server stops
             await self._end_worker()

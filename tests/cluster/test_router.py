@@ -161,7 +161,8 @@ def test_one_answer_is_aborted_on_the_rank_that_has_it(tmp_path: Path) -> None:
         await until(lambda: sum(core.stats.num_running for core in cores) == 1)
         other.cancel()
 
-    run(tmp_path, scenario, *roomy_cores())
+    cores = [make_core(max_num_seqs=2, max_model_len=4096) for _ in range(2)]
+    run(tmp_path, scenario, *cores)
 
 
 def test_requests_are_balanced_by_tokens_not_by_number(tmp_path: Path) -> None:

@@ -119,9 +119,7 @@ histories = st.builds(
     config=configs,
     num_blocks=st.sampled_from([3, 5, 8, 12, 40]),
     num_drafts=st.sampled_from([0, 0, 1, 3]),
-    events=st.lists(st.one_of(arrivals, steps, steps, cancels), max_size=40).map(
-        tuple
-    ),
+    events=st.lists(st.one_of(arrivals, steps, steps, cancels), max_size=40).map(tuple),
 )
 
 

@@ -130,6 +130,7 @@ def test_doctor_says_that_a_model_does_not_fit(
     ("content", "fragment"),
     [
         ("{", "is not a config.json"),
+        ("[1]", "is not a config.json: it holds a list"),
         ('{"model_type": "llama"}', "model_type is 'llama'"),
         ('{"model_type": "deepseek_v3"}', "is missing"),
     ],
