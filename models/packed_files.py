@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,9 @@ def _write_tensors(file: Any, tensors: dict[str, Tensor], metadata: dict[str, st
 def _drop_partial(folder: Path) -> None:
     """Remove what a start that was killed had begun; who still writes does so all the time."""
     for path in folder.glob(f"{_PARTIAL}*"):
-        if time.time() - path.stat().st_mtime > _ABANDONED_S:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # it was finished just now
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                path.unlink()
 
 
 def _drop_oldest(parent: Path) -> None:
