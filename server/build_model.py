@@ -215,4 +215,6 @@ def eos_token_ids_of(loaded: LoadedModel) -> frozenset[int]:
     except (ValueError, AttributeError) as error:
         raise StartupError(f"{file} cannot be read: {error}") from error
     ids = [] if extra is None else extra if isinstance(extra, list) else [extra]
+    if not all(type(token_id) is int for token_id in ids):
+        raise StartupError(f"{file}: eos_token_id must be integers, got {extra!r}")
     return frozenset(loaded.config.eos_token_ids).union(ids)

@@ -218,7 +218,7 @@ class RankRouter:
         count = len(self._ranks)
         self._num_routed += 1
         order = [(self._num_routed + i) % count for i in range(count)]
-        alive = [n for n in order if self._ranks[n].lost is None]
+        alive = [n for n in order if not self._lost_reason(n)]
         if not alive:
             raise EngineLost("no rank is there: " + "; ".join(self._describe_lost()))
         num_tokens = expected_tokens(request)
@@ -231,7 +231,13 @@ class RankRouter:
         return min(alive, key=load)
 
     def _describe_lost(self) -> list[str]:
-        return [f"rank {n}: {rank.lost}" for n, rank in enumerate(self._ranks) if rank.lost]
+        reasons = [(n, self._lost_reason(n)) for n in range(len(self._ranks))]
+        return [f"rank {n}: {reason}" for n, reason in reasons if reason]
+
+    def _lost_reason(self, number: int) -> str | None:
+        """Say why a rank takes no request; its channel knows before the watch does."""
+        rank = self._ranks[number]
+        return rank.lost or rank.channel.failure
 
     # -- the watch ------------------------------------------------------------------------------
 

@@ -195,6 +195,23 @@ def test_queued_requests_move_to_a_rank_that_becomes_free(tmp_path: Path) -> Non
     run(tmp_path, scenario, *roomy_cores())
 
 
+def test_a_rank_that_the_watch_has_not_missed_yet_is_not_tried_again(tmp_path: Path) -> None:
+    async def scenario(router: RankRouter, ranks: FakeRanks, cores: list[EngineCore]) -> None:
+        begun = router.submit(request("begun", ENDLESS))
+        await anext(begun)
+        number = 0 if cores[0].has_work else 1
+        router._ranks[1 - number].num_tokens += 10_000
+        waiting = asyncio.create_task(read(router, request("waiting")))
+        await until(lambda: cores[number].stats.num_waiting == 1)
+        ranks.channels[number].fail("the socket broke")  # the other is still the fuller one
+        with pytest.raises(EngineLost):
+            async for _ in begun:
+                pass
+        assert ids_of(await waiting) == expected_answer([*PROMPT], SHORT)
+
+    run(tmp_path, scenario, *roomy_cores())
+
+
 def test_what_a_lost_rank_had_not_begun_runs_elsewhere_and_what_it_had_begun_fails(
     tmp_path: Path,
 ) -> None:

@@ -193,6 +193,13 @@ def test_what_cannot_start_is_one_sentence(nano: str, options: dict[str, Any], s
         Engine(nano, **OPTIONS | options)
 
 
+def test_ends_that_are_no_tokens_are_one_sentence(tmp_path: Path) -> None:
+    folder = synthesize("v3-nano", tmp_path / "nano", with_weights=False)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, "</s>"]}')
+    with pytest.raises(StartupError, match="eos_token_id must be integers, got .*</s>"):
+        Engine(str(folder), **OPTIONS, load_format="dummy")
+
+
 def test_a_model_that_is_nowhere_is_one_sentence() -> None:
     with pytest.raises(StartupError, match="no model"):
         Engine("no such model")
