@@ -196,7 +196,7 @@ def test_what_cannot_start_is_one_sentence(nano: str, options: dict[str, Any], s
 def test_ends_that_are_no_tokens_are_one_sentence(tmp_path: Path) -> None:
     folder = synthesize("v3-nano", tmp_path / "nano", with_weights=False)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, "</s>"]}')
-    with pytest.raises(StartupError, match="eos_token_id must be integers, got .*</s>"):
+    with pytest.raises(StartupError, match=r"eos_token_id must be integers, got .*</s>"):
         Engine(str(folder), **OPTIONS, load_format="dummy")
 
 
