@@ -494,6 +494,16 @@ def test_request_cancelled_in_flight_yields_nothing_and_is_free_after_the_step()
     assert scheduler.stats().num_owned_blocks == 0
 
 
+def test_the_announced_tokens_count_answers_that_share_a_prompt_without_a_prefix_cache() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_seqs=2, enable_prefix_caching=False)
+    engine = SimulatedEngine(scheduler)
+    scheduler.add(make_request("a", PROMPT[:13], n=2, ignore_eos=True))
+    engine.run_step()
+    plan = engine.run_step()  # compares what is planned with what was announced
+    assert plan is not None
+    assert len(plan.rows) == 2
+
+
 def test_one_answer_that_is_cancelled_leaves_the_others_alone() -> None:
     request = make_request("a", PROMPT[:9], n=3, max_tokens=30, ignore_eos=True)
     for num_steps in range(6):
