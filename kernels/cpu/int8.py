@@ -39,7 +39,15 @@ from whalepod.kernels.cpu.simd import (
     target_has,
     widen,
 )
-from whalepod.kernels.cpu.vectors import fma, lanes_below, load_vector, prefetch, shuffle, splat
+from whalepod.kernels.cpu.vectors import (
+    fma,
+    lanes_below,
+    load_vector,
+    prefetch,
+    shuffle,
+    splat,
+    unary,
+)
 
 BLOCK = 32
 """Values with one scale."""
@@ -72,14 +80,6 @@ def _fold(builder: Any, vector: Any, combine: Any) -> Any:
     return builder.extract_element(vector, I32(0))
 
 
-def _unary(builder: Any, name: str, x: Any) -> Any:
-    kind = ir.FunctionType(x.type, [x.type])
-    suffix = f"v{x.type.count}f32" if isinstance(x.type, ir.VectorType) else "f32"
-    return builder.call(
-        cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.{suffix}"), [x]
-    )
-
-
 def _load_32(builder: Any, pointer: Any, is_short: bool, remaining: Any) -> list[Any]:
     """Load 32 values as two vectors of f32; those at or past `remaining` are 0."""
     halves = []
@@ -98,13 +98,13 @@ def _quantize_32(builder: Any, halves: list[Any]) -> tuple[list[Any], Any, Any]:
     def larger(a: Any, b: Any) -> Any:
         return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
-    amax = _fold(builder, larger(*[_unary(builder, "fabs", h) for h in halves]), larger)
+    amax = _fold(builder, larger(*[unary(builder, "fabs", h) for h in halves]), larger)
     scale = builder.fdiv(amax, F32(127.0))
     inverse = builder.fdiv(F32(1.0), scale)
     inverse = builder.select(builder.fcmp_ordered(">", scale, F32(0.0)), inverse, F32(0.0))
     factors = splat(builder, inverse, 16)
     values = [
-        builder.fptosi(_unary(builder, "rint", builder.fmul(h, factors)), _vector(I32, 16))
+        builder.fptosi(unary(builder, "rint", builder.fmul(h, factors)), _vector(I32, 16))
         for h in halves
     ]
     total = _fold(builder, builder.add(*values), builder.add)
@@ -144,27 +144,6 @@ def quantize_blocks(source, length, first, num_blocks, padded, record):
             advance(source, i * BLOCK), length - i * BLOCK, advance(record, block * BLOCK),
             advance(scales, 4 * block), advance(corrections, 4 * block),
         )  # fmt: skip
-
-
-@intrinsic
-def pack_column_block(typingctx, source, remaining, out, scale_out):
-    """Quantise 32 values of a weight's row into every 64th place of four bytes, plus 128."""
-
-    def codegen(context, builder, signature, args):
-        halves = _load_32(builder, args[0], is_bf16(source), args[1])
-        quantized, factor, _ = _quantize_32(builder, halves)
-        for half, vector in enumerate(quantized):
-            biased = builder.add(vector, ir.Constant(vector.type, [128] * 16))
-            short = builder.trunc(biased, _vector(I8, 16))
-            words = builder.bitcast(short, _vector(I32, 4))
-            for i in range(4):
-                place = offset(builder, args[2], I64((4 * half + i) * 64))
-                word = builder.extract_element(words, I32(i))
-                builder.store(word, as_pointer(builder, place, I32), 1)
-        builder.store(builder.fptrunc(factor, _F16), as_pointer(builder, args[3], _F16), 1)
-        return context.get_dummy_value()
-
-    return types.void(source, types.int64, U8_POINTER, U8_POINTER), codegen
 
 
 def _dot_bytes(builder: Any, acc: Any, weights: Any, values: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from whalepod.kernels.cpu import int8_regions
+from whalepod.kernels.cpu import int8_packing, int8_regions
 from whalepod.kernels.cpu.backend import CpuKernels, aligned
 from whalepod.kernels.cpu.int8 import STEP, STEP_BYTES, record_bytes
 from whalepod.kernels.cpu.packed import PackedExperts, PackedLinear
@@ -20,9 +20,9 @@ class Int8CpuKernels(CpuKernels):
     Embeddings, norms and the router keep their dtype. A row's bits never depend on other rows.
     """
 
-    packed_layout = "int8-1"
+    packed_layout = "int8-2"
     REGIONS = (
-        *CpuKernels.REGIONS, int8_regions.PACK_INT8, int8_regions.LINEAR_INT8,
+        *CpuKernels.REGIONS, int8_packing.PACK_INT8, int8_regions.LINEAR_INT8,
         int8_regions.EXPERTS_INT8,
     )  # fmt: skip
 
@@ -67,7 +67,7 @@ class Int8CpuKernels(CpuKernels):
         weight_LNK = self._dense(weight_LNK)
         num_weights, num_columns, length = weight_LNK.shape
         self._run(
-            int8_regions.PACK_INT8, weight_LNK.dtype, num_weights * panels.shape[1], num_weights,
+            int8_packing.PACK_INT8, weight_LNK.dtype, num_weights * panels.shape[1], num_weights,
             num_columns, length, weight_LNK.data_ptr(), weight_LNK.stride(0),
             weight_LNK.stride(1), panels.data_ptr(), panels.stride(0), panels.stride(1),
         )  # fmt: skip

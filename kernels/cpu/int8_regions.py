@@ -1,4 +1,4 @@
-"""The regions of a model whose weights are int8: pack, linear layers, gated MLPs and experts."""
+"""The regions of a model whose weights are int8: linear layers, gated MLPs and experts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from whalepod.kernels.cpu.exponentials import gate_group, store_sums
 from whalepod.kernels.cpu.int8 import (
     BLOCK,
     STEP,
-    STEP_BYTES,
     multiply_bytes,
-    pack_column_block,
     quantize_blocks,
 )
 from whalepod.kernels.cpu.panels import (
@@ -38,38 +36,6 @@ ROWS_PER_ITEM = 8
 
 ROW_BLOCK = 256
 """Rows that an item multiplies."""
-
-
-def _pack_region(block):
-    """Arguments: matrices, rows N and length K of each, source (model dtype) and its strides of
-    matrices and rows, out and its strides of matrices and groups in bytes.
-    """
-    num_matrices, num_rows, length = argument(block, 0), argument(block, 1), argument(block, 2)
-    source = pointer_like(block, argument(block, 3))
-    matrix_stride, row_stride = argument(block, 4), argument(block, 5)
-    out, out_stride, group_stride = (
-        u8_pointer(argument(block, 6)),
-        argument(block, 7),
-        argument(block, 8),
-    )
-    num_groups, num_steps = -(-num_rows // GROUP), -(-length // STEP)
-    while True:
-        item = take(block, 0)
-        if item >= num_matrices * num_groups:
-            return
-        matrix, group = item // num_groups, item % num_groups
-        target = advance(out, matrix * out_stride + group * group_stride)
-        for r in range(GROUP):
-            row = group * GROUP + r
-            is_real = row < num_rows
-            values = advance(source, matrix * matrix_stride + (row if is_real else 0) * row_stride)
-            for i in range(2 * num_steps):
-                step = advance(target, i // 2 * STEP_BYTES)
-                pack_column_block(
-                    advance(values, i * BLOCK), length - i * BLOCK if is_real else 0,
-                    advance(step, i % 2 * 512 + 4 * r),
-                    advance(step, GROUP * STEP + (i % 2 * GROUP + r) * 2),
-                )  # fmt: skip
 
 
 def _linear_region(block):
@@ -255,6 +221,5 @@ def _experts_region(block):
                 add_row(advance(added, token * hidden + column), count, target)
 
 
-PACK_INT8 = Region(_pack_region, "9q")
 LINEAR_INT8 = Region(_linear_region, "18q")
 EXPERTS_INT8 = Region(_experts_region, "25q")
