@@ -121,7 +121,8 @@ class LatentAttention:
                 q_H = self._interleaved(take("q_proj", query_width, hidden), c.num_heads)
             else:
                 q_H = take("q_a_proj", c.q_lora_rank, hidden)
-            return kernels.pack_linear(torch.cat([q_H, kv_a_CH]))
+            # errors of the latents reach every later token, and the product is a small one
+            return kernels.pack_linear(torch.cat([q_H, kv_a_CH]), is_sensitive=True)
 
         def pack_q_b(rank: int) -> Packed:
             q_b = take("q_b_proj", query_width, rank)

@@ -47,7 +47,7 @@ F32_REGIONS = (noise.GUMBEL_NOISE, noise.DRAW, packing.PACK)
 MIN_TILE_ROWS = 4
 """From so many rows on AMX is faster than AVX512-BF16, where a machine has both."""
 
-_NEVER = 1 << 62
+NEVER = 1 << 62
 _ALIGNMENT = 64
 _BLOCK_GROUPS = 4
 
@@ -74,7 +74,7 @@ class CpuKernels:
         self._team = Team(num_threads or torch.get_num_threads(), code_folder)
         self._has_tiles = can_use_tiles()
         # Tiles add in another order: a row's bits would depend on how many rows are beside it.
-        self._tile_rows = MIN_TILE_ROWS if not is_invariant and self._has_tiles else _NEVER
+        self._tile_rows = MIN_TILE_ROWS if not is_invariant and self._has_tiles else NEVER
         self._packer = Packer(self._team)
         self._programs = programs.Programs(self._team)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -118,7 +118,7 @@ class CpuKernels:
         )  # fmt: skip
         return out_TH
 
-    def pack_linear(self, weight_NK: Tensor) -> PackedLinear:
+    def pack_linear(self, weight_NK: Tensor, is_sensitive: bool = False) -> PackedLinear:
         return self._packer.linear(weight_NK.unsqueeze(0))
 
     def linear(self, x_TK: Tensor, weight: PackedLinear) -> Tensor:
