@@ -102,6 +102,24 @@ def test_linear(dtype: torch.dtype, num_rows: int, num_columns: int, length: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_sensitive_weights_and_their_rows_are_not_rounded(dtype: torch.dtype) -> None:
+    x, weight = random(9, 288, dtype=dtype), random(128, 288, dtype=dtype)
+    packed = KERNELS.pack_linear(weight, is_sensitive=True)
+    assert_close(KERNELS.linear_f32(x, packed), x.float() @ weight.float().T, 1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 11, 16, 40])
+@pytest.mark.parametrize("length", [30, 64, 200, 1024])
+def test_tiles_give_the_bits_of_vectors(num_rows: int, length: int) -> None:
+    x, packed = random(num_rows, length), KERNELS.pack_linear(random(200, length, seed=1))
+    found = []
+    for kernels in (Int8CpuKernels(num_threads=1), Int8CpuKernels(num_threads=1)):
+        kernels._int8_tile_rows = 1 if not found else 1 << 62
+        found.append(kernels.linear_f32(x, packed))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
 def test_heads(dtype: torch.dtype, num_rows: int) -> None:
     x, weight = random(num_rows, 3, 150, dtype=dtype)[..., :100], random(3, 100, 70, dtype=dtype)
@@ -132,6 +150,7 @@ def test_gated_mlps(dtype: torch.dtype, num_rows: int, inner: int) -> None:
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     x = random(40, 300, dtype=dtype, seed=1)
     linear = KERNELS.pack_linear(random(70, 300, dtype=dtype))
+    exact = KERNELS.pack_linear(random(128, 288, dtype=dtype), is_sensitive=True)
     experts = KERNELS.pack_experts(
         random(5, 2 * 40, 300, dtype=dtype), random(5, 300, 40, dtype=dtype)
     )
@@ -141,6 +160,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     def compute(rows: slice) -> list[Tensor]:
         return [
             KERNELS.linear(x[rows], linear),
+            KERNELS.linear(x[rows, :288].contiguous(), exact),
             KERNELS.experts(x[rows], ids[rows], weights[rows], experts),
         ]
 
