@@ -49,6 +49,9 @@ from whalepod.kernels.cpu.vectors import (
 BLOCK = 32
 """Values with one scale."""
 
+BLOCK_ROWS = 16
+"""Rows of a product."""
+
 STEP = 64
 STEP_BYTES = GROUP * STEP + 2 * 2 * GROUP
 """Bytes of 16 columns and 64 k."""

@@ -6,12 +6,11 @@ from numba import njit
 
 from whalepod.kernels.cpu.experts import combine_tokens, gather_rows, group_by_expert
 from whalepod.kernels.cpu.exponentials import gate_group, store_sums
-from whalepod.kernels.cpu.int8 import BLOCK, STEP, quantize_blocks
+from whalepod.kernels.cpu.int8 import BLOCK, BLOCK_ROWS, STEP, quantize_blocks
 from whalepod.kernels.cpu.int8_tiles import multiply_bytes
 from whalepod.kernels.cpu.panels import (
     BLOCK_COLUMNS,
     BLOCK_GROUPS,
-    BLOCK_ROWS,
     GROUP,
     block_of_sums,
 )

@@ -16,13 +16,14 @@ from numba.core import cgutils
 
 from whalepod.kernels.cpu.int8 import (
     BLOCK,
+    BLOCK_ROWS,
     STEP_BYTES,
     add_scaled,
     at,
     multiply_by_vectors,
     scales_of_columns,
 )
-from whalepod.kernels.cpu.panels import BLOCK_COLUMNS, BLOCK_ROWS, GROUP
+from whalepod.kernels.cpu.panels import BLOCK_COLUMNS, GROUP
 from whalepod.kernels.cpu.simd import (
     F32,
     F32_POINTER,
