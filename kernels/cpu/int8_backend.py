@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from whalepod.kernels.cpu import int8_packing, int8_regions, int8_tiles
-from whalepod.kernels.cpu.backend import NEVER, CpuKernels, aligned
+from whalepod.kernels.cpu.backend import CpuKernels
 from whalepod.kernels.cpu.int8 import STEP, STEP_BYTES, record_bytes
+from whalepod.kernels.cpu.operations import NEVER, aligned
 from whalepod.kernels.cpu.packed import PackedExperts, PackedLinear
 from whalepod.kernels.cpu.panels import BLOCK_GROUPS, GROUP
 

@@ -81,8 +81,8 @@ class _Search:
         """Return the value of each block that is furthest from 0."""
 
         def further(value: Any, before: Any) -> list[Any]:
-            sizes = [unary(self.builder, "fabs", x) for x in (value, before)]
-            return [_select(self.builder, ">", *sizes, value, before)]
+            size, size_before = (unary(self.builder, "fabs", x) for x in (value, before))
+            return [_select(self.builder, ">", size, size_before, value, before)]
 
         return self.sums(further, 1)[0]
 
