@@ -124,7 +124,12 @@ def _tensor_bytes(config: ModelConfig, dtype: str, name: str, shape: tuple[int, 
         rows = math.ceil(shape[0] / block.block_rows)
         columns = math.ceil(shape[1] / block.block_columns)
         return math.prod(shape) + SCALE_BYTES * rows * columns
-    if dtype == "int8" and (is_quantizable(name, shape) or name == "lm_head.weight"):
+    is_sensitive = config.q_lora_rank is not None and "_a_proj" in name
+    if (
+        dtype == "int8"
+        and not is_sensitive
+        and (is_quantizable(name, shape) or name == "lm_head.weight")
+    ):
         num_scales = shape[0] * math.ceil(shape[1] / _INT8_VALUES)
         return math.prod(shape) + _INT8_SCALE_BYTES * num_scales
     value_bytes = 4 if name.endswith("e_score_correction_bias") else _VALUE_BYTES[dtype]

@@ -7,7 +7,8 @@ a call, so nothing is left behind for other code (oneDNN does the same).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
@@ -66,18 +67,30 @@ def assemble(builder: Any, code: str, *operands: Any) -> None:
     builder.asm(kind, code, constraints, list(operands), side_effect=True)
 
 
-def _configure(builder: Any, num_rows: Any) -> None:
-    """Give the tiles of sums and rows `num_rows` rows, those of the weight 16; 64 bytes a row."""
-    shape = cgutils.alloca_once_value(builder, ir.Constant(ir.ArrayType(I8, 64), None))
-    start = as_pointer(builder, shape, I8)
+class TileShape(NamedTuple):
+    """What a tile holds: a number of rows (an i64 value), and the bytes of one."""
+
+    num_rows: Any
+    row_bytes: int
+
+
+def configure(builder: Any, shapes: Sequence[TileShape]) -> None:
+    """Shape the eight tiles."""
+    memory = cgutils.alloca_once_value(builder, ir.Constant(ir.ArrayType(I8, 64), None))
+    start = as_pointer(builder, memory, I8)
     builder.store(I8(1), start)  # palette
-    for tile in range(8):
-        builder.store(
-            I16(64), as_pointer(builder, offset(builder, start, I64(16 + 2 * tile)), I16), 2
-        )
-        rows = I8(16) if tile in _WEIGHTS else builder.trunc(num_rows, I8)
-        builder.store(rows, offset(builder, start, I64(48 + tile)))
+    for tile, shape in enumerate(shapes):
+        columns = as_pointer(builder, offset(builder, start, I64(16 + 2 * tile)), I16)
+        builder.store(I16(shape.row_bytes), columns, 2)
+        num_rows = builder.trunc(shape.num_rows, I8)
+        builder.store(num_rows, offset(builder, start, I64(48 + tile)))
     assemble(builder, "ldtilecfg ($0)", start)
+
+
+def _configure(builder: Any, num_rows: Any) -> None:
+    """Give the tiles of sums and rows `num_rows` rows, those of the weight 16."""
+    rows = [I64(16) if tile in _WEIGHTS else num_rows for tile in range(8)]
+    configure(builder, [TileShape(count, 64) for count in rows])
 
 
 @intrinsic

@@ -118,7 +118,7 @@ class Q8Kernels(ReferenceKernels):
     def __init__(self, *, rounds_rows: bool) -> None:
         self._rounds_rows = rounds_rows
 
-    def pack_linear(self, weight_NK: Tensor) -> Packed:
+    def pack_linear(self, weight_NK: Tensor, is_sensitive: bool = False) -> Packed:
         return round_to_q8_0(weight_NK)
 
     def pack_heads(self, weight_NAB: Tensor) -> Packed:
