@@ -17,6 +17,7 @@ import zmq
 
 from whalepod.server.codec import Encoder, decode, encode
 from whalepod.server.errors import EngineLost, RequestRejected, RequestWithdrawn
+from whalepod.server.mailbox import Mailbox
 from whalepod.server.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -37,12 +38,9 @@ from whalepod.server.messages import (
     Withdraw,
     Withdrawn,
 )
-from whalepod.server.outputs import join_outputs
 
 MAX_QUEUED_MESSAGES = 1024
 """High-water mark of each direction: past it a sender waits for its peer."""
-MAX_QUEUED_OUTPUTS = 64
-"""Outputs that wait for one slow reader; later ones are joined to the last of their sequence."""
 MAX_LIVE_REQUESTS = 16_384
 """Requests in flight on one channel: each has a queue here, and one abort may wait to be sent."""
 MAX_RECEIVED_AT_ONCE = 256
@@ -136,57 +134,6 @@ def _decode_or_none(frame: bytes) -> ToEngine | None:
     return None
 
 
-class _Mailbox:
-    """Outputs of one request on their way to its reader."""
-
-    def __init__(self, num_sequences: int) -> None:
-        self.live = set(range(num_sequences))
-        """Answers whose end the reader has not seen."""
-        self._outputs: deque[SequenceOutput] = deque()
-        self._error: Exception | None = None
-        self._arrived = asyncio.Event()
-
-    @property
-    def has_failed(self) -> bool:
-        return self._error is not None
-
-    def put(self, output: SequenceOutput) -> None:
-        """Queue an output; behind a slow reader it is joined to the last of its sequence."""
-        if output.index not in self.live:
-            return  # it was under way when the reader let go of the answer
-        if len(self._outputs) >= MAX_QUEUED_OUTPUTS:
-            for place in range(len(self._outputs) - 1, -1, -1):
-                if self._outputs[place].index == output.index:
-                    self._outputs[place] = join_outputs(self._outputs[place], output)
-                    return
-        self._outputs.append(output)
-        self._arrived.set()
-
-    def let_go(self, index: int) -> bool:
-        """Keep nothing more of an answer; False when its end was read, or it was let go before."""
-        if index not in self.live:
-            return False
-        self.live.remove(index)
-        self._outputs = deque(output for output in self._outputs if output.index != index)
-        return True
-
-    def fail(self, error: Exception) -> None:
-        """Make the reader raise once it has read what came before."""
-        self._error = error
-        self._arrived.set()
-
-    async def get(self) -> SequenceOutput:
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            self._arrived.clear()
-            await self._arrived.wait()
-        output = self._outputs.popleft()
-        if output.finish_reason is not None:
-            self.live.discard(output.index)
-        return output
-
-
 class EngineChannel:
     """The gateway's end: an `Upstream`. Use as `async with`, in the event loop that serves.
 
@@ -205,7 +152,7 @@ class EngineChannel:
         self._exit_reason = exit_reason
         self._stats = Stats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
         self._failure: str | None = None
-        self._mailboxes: dict[str, _Mailbox] = {}
+        self._mailboxes: dict[str, Mailbox] = {}
         self._pings: dict[int, asyncio.Future[Stats]] = {}
         self._last_nonce = 0
         self._outbox: deque[bytes] = deque()  # two a live request, at most
@@ -273,7 +220,7 @@ class EngineChannel:
                 "queue_full", f"{MAX_LIVE_REQUESTS} requests are live: retry later"
             )
         frame = encode(request)
-        mailbox = self._mailboxes[request_id] = _Mailbox(request.num_sequences)
+        mailbox = self._mailboxes[request_id] = Mailbox(request.num_sequences)
         self._post(frame)
         try:
             while mailbox.live:
