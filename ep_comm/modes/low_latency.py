@@ -26,10 +26,18 @@ from whalepod.ep_comm.modes.low_latency_config import (
     LowLatencyConfig,
     LowLatencyRegions,
 )
-from whalepod.ep_comm.modes.low_latency_output import Dispatched, Handle, LowLatencyOutput
+from whalepod.ep_comm.modes.low_latency_mapped import MappedPhases, MappedRows
+from whalepod.ep_comm.modes.low_latency_output import (
+    Dispatched,
+    Handle,
+    LowLatencyOutput,
+    ReceivedRows,
+)
 from whalepod.ep_comm.row_kernels.compiled import CompiledRows
 from whalepod.ep_comm.row_kernels.interface import Experts, RowKernels, TokenRows
 from whalepod.ep_comm.rows import Outbox, RecordBlocks, exponent_bytes
+
+_DISPATCH, _COMBINE = "low-latency dispatch", "low-latency combine"
 
 
 class LiveResultError(RuntimeError):
@@ -71,7 +79,8 @@ class CombineInFlight:
 class LowLatency:
     """One rank's end of the mode.
 
-    row_kernels    how rows are copied and summed; default: compiled for the CPU
+    row_kernels    how rows are copied and summed; default: compiled for the CPU, and each phase is
+                   one compiled call where the transport's heaps are mapped
     poison_unused  fill outputs with NaN first, so that a reader of garbage shows (for tests)
     """
 
@@ -113,6 +122,10 @@ class LowLatency:
         self._dispatch_bytes = self._dispatch_format.num_bytes
         self._combine_bytes = self._combine_format.num_bytes
         self._outputs = [LowLatencyOutput(config) for _ in range(NUM_SETS)]
+        mapped = group.transport.mapped
+        self._phases: MappedPhases | None = None
+        if row_kernels is None and mapped is not None:
+            self._phases = MappedPhases(group, config, regions, mapped, self.outbox, self._outputs)
         self._experts = Experts(
             first=group.rank * config.num_local,
             num_local=config.num_local,
@@ -149,6 +162,8 @@ class LowLatency:
         """
         self._check_input(x_TH, ids_TK, weights_TK)
         config = self.config
+        if self._phases is not None and not self.group.suspects:
+            return self._send_mapped(self._phases, x_TH, ids_TK, weights_TK)
         is_in_TR = self._kernels.destinations(ids_TK, config.num_experts, config.num_ranks)
         epoch = self._half_sent = self._begin_epoch()
         self._live.add(epoch)
@@ -164,15 +179,29 @@ class LowLatency:
         self._half_sent = None
         return DispatchInFlight(self, epoch, ids_TK, x_TH.dtype)
 
+    def _send_mapped(
+        self, phases: MappedPhases, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor | None
+    ) -> DispatchInFlight:
+        epoch = self._begin_epoch()
+        if not phases.send_dispatch(epoch, x_TH, ids_TK, weights_TK):
+            self._epoch -= 1
+            layout.check_choices(ids_TK, self.config.num_experts, self.config.num_choices)
+        self._live.add(epoch)
+        return DispatchInFlight(self, epoch, ids_TK, x_TH.dtype)
+
     def receive_dispatch(
         self, epoch: int, ids_TK: Tensor, dtype: torch.dtype, deadline_ms: float
     ) -> Dispatched:
         """Do the second half of a dispatch; called through `DispatchInFlight`."""
-        arrivals = Arrivals(self.group, "low-latency dispatch", epoch)
-        counts = arrivals.wait(self._expected(self._regions.dispatch_words, epoch), deadline_ms)
         output = self._outputs[epoch % NUM_SETS]
         if self._poison_unused:
             output.poison()
+        if self._phases is not None and not self.group.suspects:
+            rows = self._phases.receive_dispatch(epoch, deadline_ms)
+            if rows is not None:
+                return self._dispatched(epoch, ids_TK, dtype, rows)
+        arrivals = Arrivals(self.group, _DISPATCH, epoch)
+        counts = arrivals.wait(self._expected(self._regions.dispatch_words, epoch), deadline_ms)
         spread = self._kernels.spread(
             self._dispatch_format,
             self._received[epoch % NUM_SETS],
@@ -187,17 +216,39 @@ class LowLatency:
             count_E=spread.count_E.to(torch.int32),
             first_row_E=spread.first_row_E,
             source_info=output.source_info,
+            expert_S=self._expert_of_rows(spread.count_E),
             ranges_ER=spread.ranges_ER,
             status=arrivals.status(),
             handle=Handle(
                 epoch=epoch,
                 ids_TK=ids_TK,
                 dtype=dtype,
-                counts=counts,
-                row_of_NK=spread.row_of_NK,
-                weights_NK=spread.weights_NK,
+                received=ReceivedRows(
+                    counts=counts, row_of_NK=spread.row_of_NK, weights_NK=spread.weights_NK
+                ),
             ),
         )
+
+    def _dispatched(
+        self, epoch: int, ids_TK: Tensor, dtype: torch.dtype, rows: MappedRows
+    ) -> Dispatched:
+        output = self._outputs[epoch % NUM_SETS]
+        return Dispatched(
+            rows=output.rows,
+            scales=output.scales,
+            count_E=rows.count_E,
+            first_row_E=rows.first_row_E,
+            source_info=output.source_info,
+            expert_S=rows.expert_S,
+            ranges_ER=rows.ranges_ER,
+            status=CallStatus(operation=_DISPATCH, epoch=epoch),
+            handle=Handle(epoch=epoch, ids_TK=ids_TK, dtype=dtype, received=rows),
+        )
+
+    def _expert_of_rows(self, count_E: Tensor) -> Tensor | None:
+        if self.config.output != "packed":
+            return None
+        return torch.arange(len(count_E)).repeat_interleave(count_E)
 
     # -- combine -------------------------------------------------------------------------------
 
@@ -206,18 +257,26 @@ class LowLatency:
     ) -> tuple[Tensor, CallStatus]:
         """Send and receive in one go; the time runs from the call."""
         deadline_ms = self.group.deadline(timeout_ms)
-        flight = self.send_combine(y, handle)
-        return flight.receive(weights_TK, deadline_ms - self.group.transport.now_ms())
+        phases = self._phases_for(handle)
+        if phases is None:
+            self.send_combine(y, handle)
+            return self._receive_plain(handle, weights_TK, deadline_ms)
+        self._check_live(handle)
+        y_TH = phases.combine(self._rows(y), handle, weights_TK, deadline_ms)
+        return self._end_combine(y_TH, handle, weights_TK, deadline_ms)
 
     def send_combine(self, y: Tensor, handle: Handle) -> CombineInFlight:
         """Send the experts' rows (laid out as the dispatched ones) back to the tokens' ranks."""
-        if handle.epoch not in self._live:
-            raise LiveResultError(f"the result of epoch {handle.epoch} was combined or given up")
+        self._check_live(handle)
+        phases = self._phases_for(handle)
+        if phases is not None:
+            phases.send_combine(self._rows(y), handle)
+            return CombineInFlight(self, handle)
         self.outbox.begin()
-        y_SH = y.view(-1, self.config.hidden)
+        y_SH, counts = self._rows(y), handle.received.counts
         first = 0
         for source in self.group.live():
-            count = handle.counts.get(source, 0)  # 0 also if its dispatch failed here
+            count = counts.get(source, 0)  # 0 also if its dispatch failed here
             self._send_back(source, handle, slice(first, first + count), y_SH)
             first += count
         return CombineInFlight(self, handle)
@@ -226,8 +285,26 @@ class LowLatency:
         self, handle: Handle, weights_TK: Tensor, deadline_ms: float
     ) -> tuple[Tensor, CallStatus]:
         """Do the second half of a combine; called through `CombineInFlight`."""
+        phases = self._phases_for(handle)
+        y_TH = None
+        if phases is not None:
+            y_TH = phases.receive_combine(handle, weights_TK, deadline_ms)
+        return self._end_combine(y_TH, handle, weights_TK, deadline_ms)
+
+    def _end_combine(
+        self, y_TH: Tensor | None, handle: Handle, weights_TK: Tensor, deadline_ms: float
+    ) -> tuple[Tensor, CallStatus]:
+        """y_TH: the sums, if all rows were there."""
+        if y_TH is None:
+            return self._receive_plain(handle, weights_TK, deadline_ms)
+        self._live.discard(handle.epoch)
+        return y_TH, CallStatus(operation=_COMBINE, epoch=handle.epoch)
+
+    def _receive_plain(
+        self, handle: Handle, weights_TK: Tensor, deadline_ms: float
+    ) -> tuple[Tensor, CallStatus]:
         config, epoch = self.config, handle.epoch
-        arrivals = Arrivals(self.group, "low-latency combine", epoch)
+        arrivals = Arrivals(self.group, _COMBINE, epoch)
         counts = arrivals.wait(self._expected(self._regions.combine_words, epoch), deadline_ms)
         rows_RSH = self._returned_values[epoch % NUM_SETS]
         has_answered_R = torch.tensor([rank in counts for rank in range(config.num_ranks)])
@@ -241,6 +318,18 @@ class LowLatency:
         arrivals.check_unchanged()
         self._live.discard(epoch)
         return y_TH, arrivals.status()
+
+    def _phases_for(self, handle: Handle) -> MappedPhases | None:
+        """Return them if they are here, know what was dispatched, and may wait for all ranks."""
+        is_known = isinstance(handle.received, MappedRows) and not self.group.suspects
+        return self._phases if is_known else None
+
+    def _check_live(self, handle: Handle) -> None:
+        if handle.epoch not in self._live:
+            raise LiveResultError(f"the result of epoch {handle.epoch} was combined or given up")
+
+    def _rows(self, y: Tensor) -> Tensor:
+        return y.view(-1, self.config.hidden)
 
     # -- giving up -----------------------------------------------------------------------------
 
@@ -336,10 +425,10 @@ class LowLatency:
         place = self._place(handle.epoch, self.group.rank)
         offset = self._regions.combine_rows.offset + place * self._back.block_bytes
         block, out_SH = self._back.open(source, offset)
-        row_of_nK = handle.row_of_NK[records]
+        row_of_nK = handle.received.row_of_NK[records]
         if self.config.pre_reduce:
             count = len(row_of_nK)
-            weights_nK = handle.weights_NK[records]
+            weights_nK = handle.received.weights_NK[records]
             self._kernels.weighted_sums(y_SH, row_of_nK, weights_nK, out_SH[:count])
         else:
             count = self._kernels.collect(y_SH, row_of_nK, out_SH)

@@ -88,7 +88,7 @@ class LoopbackTransport(MappedHeaps):
     """One rank of a `LoopbackGroup`."""
 
     def __init__(self, rank: int, topology: Topology, heaps: list[Tensor], turns: _Turns) -> None:
-        super().__init__(rank, topology, heaps)
+        super().__init__(rank, topology, heaps, can_wait=False)
         self._turns = turns
 
     def now_ms(self) -> float:
