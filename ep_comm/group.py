@@ -59,7 +59,7 @@ class CallStatus:
 
     @property
     def ok(self) -> bool:
-        return not self.missing
+        return not any(getattr(self, cause) for cause in _CAUSES)
 
     @property
     def must_stop(self) -> bool:
