@@ -60,6 +60,20 @@ class Received(Protocol):
         """`[N, K]` f32; `[N, 0]` if records have none."""
         ...
 
+    @property
+    def count_E(self) -> Tensor:
+        """As in `Dispatched`, like all that follow."""
+        ...
+
+    @property
+    def first_row_E(self) -> Tensor: ...
+
+    @property
+    def expert_S(self) -> Tensor | None: ...
+
+    @property
+    def ranges_ER(self) -> Tensor: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedRows:
@@ -68,6 +82,10 @@ class ReceivedRows:
     counts: Mapping[int, int]
     row_of_NK: Tensor
     weights_NK: Tensor
+    count_E: Tensor
+    first_row_E: Tensor
+    expert_S: Tensor | None
+    ranges_ER: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,17 @@ from numba import njit
 
 from whalepod.ep_comm.group import COUNT_BITS, COUNT_MASK, FIRST_ABORT
 from whalepod.ep_comm.modes.low_latency_config import NUM_SETS
-from whalepod.ep_comm.row_kernels import loops
 from whalepod.ep_comm.row_kernels.cache import compiled
+from whalepod.ep_comm.row_kernels.loops import (
+    collect,
+    combine as sum_of_rows,
+    combine_sums as sum_of_sums,
+    destinations,
+    pack,
+    quantize,
+    spread,
+    weighted_sums,
+)
 from whalepod.ep_comm.row_kernels.memory import (
     BYTES,
     f32_at,
@@ -69,9 +78,7 @@ def send_dispatch(plan, epoch, num_tokens, x, kind, ids, weights):
     p = plan[0]
     ranks, hidden = p.num_ranks, p.hidden
     is_in = np.empty(num_tokens * ranks, dtype=np.uint8)
-    if not loops.destinations(
-        ids, num_tokens, p.num_choices, p.num_local, ranks, is_in.ctypes.data
-    ):
+    if not destinations(ids, num_tokens, p.num_choices, p.num_local, ranks, is_in.ctypes.data):
         return False
     first = p.there_rows + _place(p, epoch) * p.max_tokens * p.there_bytes
     heaps, sent_bytes = i64_at(p.heaps_R, ranks), i64_at(p.sent_bytes_R, ranks)
@@ -83,11 +90,11 @@ def send_dispatch(plan, epoch, num_tokens, x, kind, ids, weights):
     at_scales = scales.ctypes.data
     if p.there_kind == BYTES:
         values, value_kind, value_stride = quantized.ctypes.data, BYTES, hidden
-        loops.quantize(x, kind, num_tokens, hidden, p.rounds_scale != 0, values, at_scales)
+        quantize(x, kind, num_tokens, hidden, p.rounds_scale != 0, values, at_scales)
         if p.has_exponents:
             scale_bytes = p.num_scales
             _keep_exponents(at_scales, len(scales))
-    loops.pack(
+    pack(
         ids, p.num_choices, p.at_ids, weights, p.at_weights, p.num_weights, values, value_stride,
         value_kind, p.at_values, p.there_kind, hidden, at_scales, scale_bytes, p.at_scales,
         p.there_bytes, is_in.ctypes.data, num_tokens, 0, targets, counts,
@@ -121,7 +128,7 @@ def receive_dispatch(plan, part, epoch, until_ns):
     )
     row_of = i64_at(out.row_of_NK, num_rows * p.num_choices).reshape((num_rows, p.num_choices))
     strides = (out.scale_block_stride, out.scale_row_stride, out.scale_column_stride)
-    loops.spread(
+    spread(
         own_heap + p.there_rows + first_place * p.max_tokens * p.there_bytes, p.there_bytes,
         p.max_tokens, p.at_ids, p.num_choices, p.at_weights, p.num_weights, p.at_values,
         row_bytes(p.there_kind, p.hidden), p.at_scales, out.num_scale_columns, np.arange(ranks),
@@ -145,13 +152,13 @@ def send_combine(plan, part, epoch, y, y_stride, y_kind):
     for rank in range(ranks):
         count, target = counts[rank], heaps[rank] + block
         if p.is_reduced:
-            loops.weighted_sums(
+            weighted_sums(
                 y, y_stride, y_kind, hidden, row_of, weights, count, choices, target, p.back_bytes,
                 p.back_kind,
             )  # fmt: skip
             num_sent = count
         else:
-            num_sent = loops.collect(
+            num_sent = collect(
                 y, y_stride, y_kind, hidden, row_of, count * choices, target, p.back_bytes,
                 p.back_kind,
             )  # fmt: skip
@@ -176,12 +183,12 @@ def receive_combine(plan, epoch, until_ns, ids, weights, num_tokens, out, kind):
     returned = own_heap + p.back_rows + first_place * owner_stride + p.at_back_values
     has_answered = np.ones(ranks, dtype=np.bool_)
     if p.is_reduced:
-        loops.combine_sums(
+        sum_of_sums(
             returned, owner_stride, p.back_bytes, p.back_kind, p.hidden, has_answered, ids,
             num_tokens, p.num_choices, p.num_local, out, kind,
         )  # fmt: skip
     else:
-        loops.combine(
+        sum_of_rows(
             returned, owner_stride, p.back_bytes, p.back_kind, p.hidden, has_answered, ids,
             weights, num_tokens, p.num_choices, p.num_local, out, kind,
         )  # fmt: skip
