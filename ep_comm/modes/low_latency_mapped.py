@@ -33,7 +33,8 @@ class MappedRows:
     def __init__(self, config: LowLatencyConfig, output: LowLatencyOutput) -> None:
         most, num_local = config.num_ranks * config.max_tokens, config.num_local
         num_weights = config.dispatch_format.num_weights
-        self.counts_R = np.zeros(config.num_ranks, dtype=np.int64)
+        self._counts_R = np.zeros(config.num_ranks, dtype=np.int64)
+        self._num_rows = np.zeros(1, dtype=np.int64)
         self.count_E = torch.zeros(num_local, dtype=torch.int32)
         self.first_row_E = torch.zeros(num_local, dtype=torch.int64)
         self.ranges_ER = torch.zeros(num_local, config.num_ranks, dtype=torch.int64)
@@ -42,12 +43,12 @@ class MappedRows:
         self._expert_S: Tensor | None = None
         if config.output == "packed":
             self._expert_S = torch.zeros(config.num_output_rows, dtype=torch.int64)
-        self._num_local = num_local
         places = output.places
         block, row, column = (4 * stride for stride in places.scales_BSG.stride())
         self.part = record(
             phases.PART,
-            counts_R=self.counts_R.ctypes.data,
+            counts_R=self._counts_R.ctypes.data,
+            num_rows=self._num_rows.ctypes.data,
             row_of_NK=self._row_of_NK.data_ptr(),
             weights_NW=self._weights_NW.data_ptr(),
             count_E=self.count_E.data_ptr(),
@@ -66,21 +67,21 @@ class MappedRows:
 
     @property
     def counts(self) -> Mapping[int, int]:
-        return dict(enumerate(self.counts_R.tolist()))
+        return dict(enumerate(self._counts_R.tolist()))
 
     @property
     def row_of_NK(self) -> Tensor:
-        return self._row_of_NK[: self.counts_R.sum()]
+        return self._row_of_NK[: self._counts_R.sum()]
 
     @property
     def weights_NK(self) -> Tensor:
-        return self._weights_NW[: self.counts_R.sum()]
+        return self._weights_NW[: self._counts_R.sum()]
 
     @property
     def expert_S(self) -> Tensor | None:
         if self._expert_S is None:
             return None
-        return self._expert_S[: self.first_row_E[-1] + self.count_E[-1]]
+        return self._expert_S[: self._num_rows.item()]
 
 
 class MappedPhases:

@@ -62,11 +62,12 @@ PLAN = _record(
 three arrays over ranks: heaps in this process (int64), bytes sent (int64), ms waited (f64)."""
 
 PART = _record(
-    "counts_R", "row_of_NK", "weights_NW", "count_E", "first_row_E", "ranges_ER", "expert_S",
+    "counts_R", "num_rows", "row_of_NK", "weights_NW", "count_E", "first_row_E", "ranges_ER", "expert_S",
     "rows", "info", "scales", "scale_block_stride", "scale_row_stride", "scale_column_stride",
     "num_scale_columns", "rows_per_block",
 )  # fmt: skip
-"""The addresses of what a dispatch fills, one for each set of buffers. `expert_S` may be 0."""
+"""The addresses of what a dispatch fills, one for each set of buffers; `num_rows` is one int64, how
+many rows of experts there are. `expert_S` may be 0."""
 
 
 @compiled
@@ -261,6 +262,7 @@ def _describe_rows(out, count_E, count_ER):
         if out.expert_S:
             i64_at(out.expert_S + 8 * row, count_E[e])[:] = e
         row += count_E[e]
+    i64_at(out.num_rows, 1)[0] = row
 
 
 @njit
