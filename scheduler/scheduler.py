@@ -70,15 +70,7 @@ class Scheduler:
         Raises TooLong or QueueFull before anything is queued, and ValueError for an id that is
         alive already.
         """
-        if request.request_id in self._requests:
-            raise ValueError(f"request id {request.request_id!r} is in use already")
-        num_tokens = max_total_tokens(
-            request,
-            max_model_len=self.config.max_model_len,
-            capacity_tokens=self.pool.num_blocks * self.block_tokens,
-        )
-        if self._num_queued_requests >= self.config.max_num_queued_reqs:
-            raise QueueFull(self._num_queued_requests, self.config.max_num_queued_reqs)
+        num_tokens = self.check_request(request)
         request.arrival = self._num_arrivals
         request.arrival_us = self._counters.clock_us
         self._num_arrivals += 1
@@ -88,6 +80,28 @@ class Scheduler:
             sequence = self._new_sequence(request, index, num_tokens)
             request.sequences.append(sequence)
             self._planner.waiting.add(sequence)
+
+    def check_request(self, request: Request, num_coming: int = 0) -> int:
+        """Return the most tokens of an answer, prompt included; raises what `add` would.
+
+        num_coming  requests that will be queued before it, though they are not yet
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in use already")
+        num_tokens = max_total_tokens(
+            request,
+            max_model_len=self.config.max_model_len,
+            capacity_tokens=self.pool.num_blocks * self.block_tokens,
+        )
+        num_queued = self._num_queued_requests + num_coming
+        if num_queued >= self.config.max_num_queued_reqs:
+            raise QueueFull(num_queued, self.config.max_num_queued_reqs)
+        return num_tokens
+
+    @property
+    def num_queued_requests(self) -> int:
+        """Requests that wait for their first admission."""
+        return self._num_queued_requests
 
     def _new_sequence(self, request: Request, index: int, max_total_tokens: int) -> Sequence:
         eos_token_ids = frozenset() if request.params.ignore_eos else self.eos_token_ids

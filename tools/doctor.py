@@ -137,7 +137,7 @@ def _problems(machine: Machine, model: dict[str, Any] | None) -> Iterator[str]:
 def _machine_lines(machine: Machine, config: DoctorConfig, port_free: bool) -> Iterator[str]:
     yield "Machine"
     yield f"  system    {machine.system}, Python {machine.python}"
-    yield f"  cpu       {machine.cpu}, {machine.num_cores} cores"
+    yield f"  cpu       {machine.cpu}, {machine.num_cores} core{'s' * (machine.num_cores != 1)}"
     yield f"            {' '.join(machine.cpu_features) or 'no vector features found'}"
     free = _gib(machine.available_memory_bytes)
     yield f"  memory    {_gib(machine.memory_bytes)}, {free} available"

@@ -182,10 +182,10 @@ def _experts_region(block):
         groups, column = min(BLOCK_GROUPS, down_groups - group), group * GROUP
         for which in range(num_active):
             expert, start = load(active, 2 * which), load(active, 2 * which + 1)
-            _down(
+            multiply_block(
                 advance(activations, start * stride), stride, load(active, 2 * which + 3) - start,
                 advance(down, expert * down_stride + group * down_step), down_step, groups, inner,
-                tile_rows, sums, groups * GROUP, advance(y, start * BLOCK_COLUMNS), BLOCK_COLUMNS,
+                tile_rows, advance(y, start * BLOCK_COLUMNS),
             )  # fmt: skip
         combine_tokens(
             num_tokens, weights, places, top_k, y, min(BLOCK_COLUMNS, hidden - column), block,

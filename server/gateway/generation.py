@@ -225,7 +225,9 @@ async def _generate_one(
                     timer.token()
                 for event in decoder.push(output, prompt_logprobs):
                     if isinstance(event, Finished):
-                        prompt_timer.finished(output.index, output.finish_reason or "stop")
+                        # a stop string may lie in front of the limit that the engine saw
+                        reason = "length" if event.reason == "length" else "stop"
+                        prompt_timer.finished(output.index, reason)
                     yield event
                 if num_live and all(decoder.done for decoder in decoders):
                     break  # all have their stop strings: closing aborts what still runs

@@ -20,6 +20,8 @@ from whalepod.server.structured.interface import CompilerUnavailableError, Gramm
 from whalepod.server.structured.worker import MAX_CPU_S
 
 MAX_REMEMBERED = 1024
+MAX_WAITING = 1024
+"""Requests whose grammars wait for the worker."""
 MAX_LINE_BYTES = 64 * 1024 * 1024
 
 
@@ -46,18 +48,17 @@ class GrammarChecker:
         self._start_timeout_s = start_timeout_s
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
+        self._num_waiting = 0
         self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
 
     async def check(self, constraint: Constraint) -> None:
         """Return if the grammar can be compiled; GrammarError says why not.
 
-        Raises CompilerUnavailableError when the worker cannot be started.
+        Raises CompilerUnavailableError when the worker cannot be started, or too many wait for it.
         """
         key = (constraint.kind, constraint.grammar)
         if key not in self._verdicts:
-            async with self._lock:
-                if key not in self._verdicts:
-                    self._verdicts[key] = await self._ask(constraint)
+            await self._judge(key, constraint)
         self._verdicts.move_to_end(key)
         while len(self._verdicts) > MAX_REMEMBERED:
             self._verdicts.popitem(last=False)
@@ -73,14 +74,26 @@ class GrammarChecker:
                 process.kill()
             await process.wait()
 
+    async def _judge(self, key: tuple[str, str], constraint: Constraint) -> None:
+        """Add the verdict on a grammar; others wait until the worker has judged this one."""
+        if self._num_waiting >= MAX_WAITING:
+            raise CompilerUnavailableError(f"{self._num_waiting} grammars wait to be checked")
+        self._num_waiting += 1
+        try:
+            async with self._lock:
+                if key not in self._verdicts:
+                    self._verdicts[key] = await self._ask(constraint)
+        finally:
+            self._num_waiting -= 1
+
     async def _ask(self, constraint: Constraint) -> str | None:
         process = await self._worker()
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await _exchange(process, asdict(constraint))
-        except TimeoutError:
+        except TimeoutError:  # not remembered: on a busy machine it says little of the grammar
             await self.close()
-            return f"it takes more than {self._timeout_s:g} s to compile"
+            raise GrammarError(f"it takes more than {self._timeout_s:g} s to compile") from None
         except (EOFError, ConnectionError):
             code = await process.wait()
             await self.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +12,11 @@ from typing import Any
 
 import pytest
 
+import whalepod
 from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.journal import replay
-from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.params import Constraint, SamplingParams
+from whalepod.server.engine.compiling import MAX_COMPILING
 from whalepod.server.engine.local import Engine, Generation
 from whalepod.server.engine.replay import Difference, replay_with_model
 from whalepod.server.engine.script_text import load_encode
@@ -22,6 +26,7 @@ from whalepod.server.gateway.tokenizer import TextTokenizer
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3, frequency_penalty=0.2)
 PROMPTS = [[(7 * i + j) % 500 for j in range(length)] for i, length in enumerate((3, 70, 130))]
+ROOT = Path(whalepod.__file__).parent
 OPTIONS: dict[str, Any] = {
     "dtype": "fp32", "kernels": "reference", "batch_invariant": True, "max_model_len": 256,
     "max_num_seqs": 8, "num_threads": 1,
@@ -48,6 +53,16 @@ def alone(nano: str) -> list[list[Generation]]:
 
 def bits(generations: list[Generation]) -> list[tuple[Any, ...]]:
     return [(g.token_ids, g.logprobs) for g in generations]
+
+
+def test_more_prompts_than_grammars_may_be_waited_for_are_answered(engine: Engine) -> None:
+    rule = Constraint(kind="regex", grammar="[a-z]{3}")
+
+    answers = engine.generate(
+        [[5]] * (MAX_COMPILING + 9), SamplingParams(max_tokens=1, constraint=rule)
+    )
+
+    assert {answer.finish_reason for answer in answers} == {"length"}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +128,26 @@ def test_a_record_is_private_and_replays_without_a_model(journal: Path) -> None:
     assert journal.stat().st_mode & 0o777 == 0o600
     with journal.open("rb") as file:
         assert replay(file) is None
+
+
+def test_a_record_is_whole_when_its_process_fails(nano: str, tmp_path: Path) -> None:
+    """Objects in cycles that are frozen, as a server's engine is, are never finalised."""
+    path = tmp_path / "journal"
+    code = f"""
+import gc
+from whalepod import Engine, SamplingParams
+engine = Engine({nano!r}, **{OPTIONS!r}, record={str(path)!r})
+engine.cycle = engine
+gc.freeze()
+engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, seed=1))
+raise SystemExit(1)
+"""
+
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / ".src").returncode == 1
+
+    with path.open("rb") as file:
+        assert replay(file) is None
+    assert path.stat().st_size > 500
 
 
 def test_a_record_replays_with_the_model_to_the_bit(journal: Path, nano: str) -> None:

@@ -105,7 +105,7 @@ def test_journal_cut_off_by_a_crash_replays_up_to_there(num_bytes: int) -> None:
     ("items", "message"),
     [
         ([], "found nothing"),
-        ([["whalepod journal", 99, {}]], r"\('whalepod journal', 3\).* 99"),
+        ([["whalepod journal", 99, {}]], r"\('whalepod journal', 4\).* 99"),
         ([["another file", 1, {}]], "another file"),
         ([3], "a frame is 3"),
     ],

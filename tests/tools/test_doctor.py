@@ -52,6 +52,19 @@ def test_deepseek_v3_has_its_published_sizes() -> None:
     assert sizes.weights_bytes["bf16"] > 1.9 * sizes.weights_bytes["fp8"]
 
 
+def test_int8_weights_take_the_bytes_that_the_kernels_pack_them_into() -> None:
+    torch = pytest.importorskip("torch")
+    from whalepod.kernels.cpu import Int8CpuKernels
+
+    packed = Int8CpuKernels(num_threads=1).pack_linear(torch.zeros(64, 128))
+    sizes = measure(parse_config(preset_config("v3-mini")))
+    embedding = 32768 * 1024
+    values = (sizes.weights_bytes["bf16"] - 2 * embedding) / 2  # norms and routers hardly count
+
+    assert packed.tensor.numel() * packed.tensor.itemsize == 64 * 128 * 34 / 32
+    assert sizes.weights_bytes["int8"] - 2 * embedding == pytest.approx(values * 34 / 32, rel=0.01)
+
+
 @pytest.mark.parametrize("preset", ["v3-nano", "v2-nano", "v3-mini"])
 def test_parameters_are_those_of_the_model_in_transformers(preset: str) -> None:
     torch = pytest.importorskip("torch")
