@@ -192,3 +192,10 @@ def test_a_rank_that_came_back_is_waited_for_in_one_call_again(group: LonelyRank
     result = group.dispatch(0, TIMEOUT_MS)
     assert result.status.ok
     assert isinstance(result.handle.received, MappedRows)
+
+
+def test_a_rank_that_went_on_without_this_one_is_found_out(group: LonelyRank) -> None:
+    group.modes[1].resume(11)  # an odd call, like this rank's first: the same words
+    group.modes[1].send_dispatch(torch.ones(1, HIDDEN), IDS_TK)
+    status = group.dispatch(0, TIMEOUT_MS).status
+    assert (status.overtaken, status.late) == ((1,), ())
