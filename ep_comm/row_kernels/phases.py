@@ -62,7 +62,8 @@ PLAN = _record(
 three arrays over ranks: heaps in this process (int64), bytes sent (int64), ms waited (f64)."""
 
 PART = _record(
-    "counts_R", "num_rows", "row_of_NK", "weights_NW", "count_E", "first_row_E", "ranges_ER", "expert_S",
+    "counts_R", "num_rows", "row_of_NK", "weights_NW", "count_E", "first_row_E", "ranges_ER",
+    "expert_S",
     "rows", "info", "scales", "scale_block_stride", "scale_row_stride", "scale_column_stride",
     "num_scale_columns", "rows_per_block",
 )  # fmt: skip
