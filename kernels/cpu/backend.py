@@ -121,9 +121,11 @@ class CpuKernels(AttentionOperations):
         return self._experts(x_TH, ids_TK, weights_TK, packed, x_TH.dtype)
 
     def expert_rows(self, x_SH: Tensor, ids_S: Tensor, packed: PackedExperts) -> Tensor:
+        if len(ids_S) > len(self._ones_S1):
+            self._ones_S1 = torch.ones(2 * len(ids_S), 1)
+        self._programs.keep(self._ones_S1)
         # the sum of one, with weight one
-        weights_S1 = torch.ones(len(ids_S), 1)
-        return self._experts(x_SH, ids_S[:, None], weights_S1, packed, torch.float32)
+        return self._experts(x_SH, ids_S[:, None], self._ones_S1, packed, torch.float32)
 
     def _experts(
         self,

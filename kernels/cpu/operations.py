@@ -43,6 +43,7 @@ class Operations:
         self._packer = Packer(self._team)
         self._programs = programs.Programs(self._team)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._ones_S1 = torch.ones(0, 1)
 
     def _run(self, region: Region, dtype: torch.dtype, num_items: int, *arguments: object) -> None:
         self._team.run(region, dtype, num_items, *arguments)
