@@ -68,8 +68,9 @@ class CallStatus:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Return every rank whose part is not in the result."""
-        return tuple(sorted({rank for cause in _CAUSES for rank in getattr(self, cause)}))
+        """Return every rank whose part is not in the result; one that others blame may be in it."""
+        causes = [cause for cause in _CAUSES if cause != "blamed"]
+        return tuple(sorted({rank for cause in causes for rank in getattr(self, cause)}))
 
     def __str__(self) -> str:
         found = [f"{cause}: ranks {list(getattr(self, cause))}" for cause in _CAUSES]

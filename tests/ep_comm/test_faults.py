@@ -314,3 +314,11 @@ def test_the_faulty_transport_counts_what_no_quiet_completed() -> None:
         assert transport.num_pending == 0
 
     assert run_faulty(heap, run, seed=0) == [None, None]
+
+
+def test_a_rank_that_others_blame_is_not_missing_by_that() -> None:
+    """It came late for them; here, in its own process or in a quicker one, its rows were added."""
+    status = CallStatus(operation="combine", epoch=2, aborted=(0, 2), blamed=(1,))
+    assert status.missing == (0, 2)
+    assert status.must_stop
+    assert not status.ok
