@@ -34,8 +34,10 @@ def ask(port: int, content: str = "hi", headers: Any = None, **fields: Any) -> d
     return dict(response.json())
 
 
-def hang_up(port: int, num_events: int, **fields: Any) -> None:
-    """Send a request, read so many events of its stream, and leave."""
+def hang_up(
+    port: int, num_events: int, until: Callable[[], object] = lambda: True, **fields: Any
+) -> None:
+    """Send a request, read so many events of its stream, wait for a condition, and leave."""
     body = orjson.dumps({"model": "tiny", "messages": [user("hi")], **fields})
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:
@@ -43,6 +45,7 @@ def hang_up(port: int, num_events: int, **fields: Any) -> None:
         received = b""
         while received.count(b"data: ") < num_events:
             received += client.recv(4096)
+        wait_until(until)
 
 
 def scrape(port: int) -> str:
@@ -145,7 +148,7 @@ def test_B117_first_tokens_are_those_of_requests_that_ended_or_left_after_them(
         hang_up(port, 3, stream=True, ignore_eos=True)
         wait_until(lambda: len(engine.aborted) == 1)
         engine.gate = asyncio.Event()  # never set
-        hang_up(port, 0)
+        hang_up(port, 0, until=lambda: len(engine.submitted) == 5)
         wait_until(lambda: len(engine.aborted) == 2 and not engine.running)
         wait_until(lambda: total(scrape(port), "request_success_total") == 5)
         text = scrape(port)
