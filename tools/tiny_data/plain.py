@@ -99,18 +99,17 @@ PLAIN = (
 
 
 def plain_sample(rng: random.Random, split: Split) -> Sample:
-    """Tell one to three things of different kinds, no name twice, and ask for one of them."""
+    """Tell one to three things, all of one kind or of several, and ask for one of them."""
     chosen = rng.sample(PLAIN, rng.choice((1, 1, 1, 2, 2, 3)))
-    known = words.names(rng, split, 2 * len(chosen))
+    if len(chosen) > 1 and rng.random() < 0.5:
+        chosen = chosen[:1] * len(chosen)
+    slots = _distinct_slots(rng, split, len(chosen))
+    told = [rng.choice(kind.told).format(**own) for kind, own in zip(chosen, slots, strict=True)]
     wanted = rng.randrange(len(chosen))
-    told, question, answer = [], "", ""
-    for index, plain in enumerate(chosen):
-        slots = _slots(rng, split, *known[2 * index : 2 * index + 2])
-        told.append(rng.choice(plain.told).format(**slots))
-        if index == wanted:
-            asked, form = rng.choice(plain.asked)
-            question, answer = asked.format(**slots), form.format(**slots)
-    text = " ".join(told) + rng.choice((" ", " ", "\n", "\n\n")) + question
+    alone = chosen.count(chosen[wanted]) == 1
+    asked, form = rng.choice([pair for pair in chosen[wanted].asked if alone or "{" in pair[0]])
+    answer = form.format(**slots[wanted])
+    text = " ".join(told) + rng.choice((" ", " ", "\n", "\n\n")) + asked.format(**slots[wanted])
     return Sample(
         kind="passage",
         messages=[user(sloppy(rng, text))],
@@ -119,8 +118,17 @@ def plain_sample(rng: random.Random, split: Split) -> Sample:
     )
 
 
-def _slots(rng: random.Random, split: Split, name: str, other: str) -> dict[str, str]:
+def _distinct_slots(rng: random.Random, split: Split, count: int) -> list[dict[str, str]]:
+    """Draw the words of `count` sentences, none of them twice."""
+    while True:
+        found = [_slots(rng, split) for _ in range(count)]
+        if len({word for slots in found for word in slots.values()}) == sum(map(len, found)):
+            return found
+
+
+def _slots(rng: random.Random, split: Split) -> dict[str, str]:
     thing = rng.choice(words.THINGS)
+    name, other = words.names(rng, split, 2)
     return {
         "n": name, "m": other, "p": rng.choice(words.ANIMALS), "c": words.city(rng, split),
         "j": rng.choice(words.JOBS), "f": rng.choice(words.FOODS), "k": rng.choice(words.COLORS),

@@ -264,7 +264,7 @@ def _composed_arguments(rng: random.Random, split: Split, keys: list[str]) -> di
         draw = rng.random()
         if draw < 0.15:
             spelled[key] = f"{key}_{rng.choice(_COINED_WORDS)}"
-        elif draw < 0.25 and (coined := _opaque_argument(rng)) not in spelled.values():
+        elif draw < 0.35 and (coined := _opaque_argument(rng)) not in spelled.values():
             spelled[key] = coined
     return spelled
 
