@@ -68,9 +68,7 @@ def _two_cities(rng: random.Random, split: Split, first: Task) -> tuple[list[Tas
     second = words.city(rng, split)
     while second == city:
         second = words.city(rng, split)
-    other = Task(
-        first.key, first.tool, first.request, (name, {argument: second}), first.result, first.answer
-    )
+    other = replace(first, call=(name, {argument: second}))
     return [first, other], first.request.replace(city, f"{city} and {second}")
 
 

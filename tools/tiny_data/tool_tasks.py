@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from whalepod.tools.tiny_data import words
@@ -104,6 +105,8 @@ class Task:
     call: Call
     result: dict[str, Any]
     answer: str
+    spelled: dict[str, str]
+    """The tool's arguments: what each is for, and how the tool names it."""
 
 
 def _families(split: Split) -> dict[str, Family]:
@@ -173,11 +176,17 @@ def _spell_arguments(rng: random.Random, split: Split, family: Family) -> dict[s
             return spelled
 
 
+def _draw_slots(rng: random.Random, split: Split, family: Family) -> dict[str, Any]:
+    """Draw a value for each argument, no value twice."""
+    while True:
+        slots = {field: argument.draw(rng, split) for field, argument in family.arguments.items()}
+        if len(set(map(str, slots.values()))) == len(slots):
+            return slots
+
+
 def _family_task(rng: random.Random, split: Split, key: str) -> Task:
     family = _families(split)[key]
-    slots = {field: argument.draw(rng, split) for field, argument in family.arguments.items()}
-    while len(set(map(str, slots.values()))) < len(slots):
-        slots = {field: argument.draw(rng, split) for field, argument in family.arguments.items()}
+    slots = _draw_slots(rng, split, family)
     spelled = _spell_arguments(rng, split, family)
     properties: dict[str, Any] = {}
     for field_name, argument in family.arguments.items():
@@ -193,6 +202,7 @@ def _family_task(rng: random.Random, split: Split, key: str) -> Task:
         call=(name, {spelled[field]: value for field, value in slots.items()}),
         result=result,
         answer=family.answer.format(**slots | result),
+        spelled=spelled,
     )
 
 
@@ -240,9 +250,7 @@ def _composed_task(rng: random.Random, split: Split, pair: tuple[str, str] | Non
     verb, noun = pair or _verb_and_noun(rng, split)
     extras = _EXTRAS | _MORE_EXTRAS if split == "train" else _EXTRAS
     keys = rng.sample(sorted(extras), rng.choice((0, 1, 1, 2)))
-    values = {key: extras[key][1](rng, split) for key in keys}
-    tail = "".join(" " + extras[key][0].format(v=values[key]) for key in keys)
-    text = opened(rng, split, _COMPOSED, 0.2).format(V=verb.capitalize(), v=verb, n=noun, t=tail)
+    text, values = _composed_request(rng, split, verb, noun, keys)
     name = _composed_name(rng, split, verb, noun)
     spelled = _composed_arguments(rng, split, keys)
     properties = {spelled[key]: {"type": extras[key][2]} for key in keys}
@@ -254,7 +262,19 @@ def _composed_task(rng: random.Random, split: Split, pair: tuple[str, str] | Non
         call=(name, {spelled[key]: values[key] for key in keys}),
         result={"status": status},
         answer=f"Done. The status of the {noun} is {status}.",
+        spelled=spelled,
     )
+
+
+def _composed_request(
+    rng: random.Random, split: Split, verb: str, noun: str, keys: Iterable[str]
+) -> tuple[str, dict[str, Any]]:
+    """Ask for one verb to one noun with a value for each of `keys`."""
+    extras = _EXTRAS | _MORE_EXTRAS
+    values = {key: extras[key][1](rng, split) for key in keys}
+    tail = "".join(" " + extras[key][0].format(v=values[key]) for key in values)
+    form = opened(rng, split, _COMPOSED, 0.2)
+    return form.format(V=verb.capitalize(), v=verb, n=noun, t=tail), values
 
 
 def _composed_arguments(rng: random.Random, split: Split, keys: list[str]) -> dict[str, str]:
@@ -267,6 +287,24 @@ def _composed_arguments(rng: random.Random, split: Split, keys: list[str]) -> di
         elif draw < 0.35 and (coined := _opaque_argument(rng)) not in spelled.values():
             spelled[key] = coined
     return spelled
+
+
+def asked_again(rng: random.Random, split: Split, item: Task) -> Task:
+    """Ask for the tool of `item` in other words and with other values."""
+    family = _families(split).get(item.key)
+    if family is None or family.arguments.keys() != item.spelled.keys():
+        request, values = _composed_request(rng, split, *item.key.split("_"), item.spelled)
+        call = item.call[0], {item.spelled[key]: value for key, value in values.items()}
+        return replace(item, request=request, call=call)
+    slots = _draw_slots(rng, split, family)
+    result = family.result(rng, slots)
+    return replace(
+        item,
+        request=opened(rng, split, family.requests, 0.2).format(**slots),
+        call=(item.call[0], {item.spelled[field]: value for field, value in slots.items()}),
+        result=result,
+        answer=family.answer.format(**slots | result),
+    )
 
 
 def _near_task(rng: random.Random, composed: Task) -> Task:
