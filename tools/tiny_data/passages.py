@@ -121,7 +121,7 @@ _TAILS = (
     " too", " and smiles", " every week", " above all", " at the moment", " without a word",
     " like before", " more than ever", " all the time", " this month",
 )  # fmt: skip
-_OPAQUE_SHARE = 0.22
+_OPAQUE_SHARE = 0.15
 
 
 def opaque_form(rng: random.Random, relation: str) -> str:
@@ -234,7 +234,7 @@ def draw_fact(rng: random.Random, split: Split, relation: str, owner: str) -> _F
     return _Fact(relation, slots)
 
 
-_SAME_KIND_SHARE = 0.3
+_SAME_KIND_SHARE = 0.5
 """Passages that tell the same of everybody, so that the owner alone decides."""
 
 
@@ -308,7 +308,7 @@ def quiz_sample(rng: random.Random, split: Split) -> Sample:
     """Tell a few facts and ask for several of them, one turn each."""
     facts = _facts(rng, split, rng.randint(3, 5))
     text = told_passage(rng, split, facts, rng.choice((0, 0, 1)))
-    asked = rng.sample(facts, rng.randint(2, len(facts)))
+    asked = rng.sample(facts, len(facts) - rng.choice((0, 0, 1)))
     messages: list[Message] = []
     for fact in asked:
         question = fact.asked(rng, split)

@@ -89,7 +89,7 @@ _HELD_OUT_NAMES = {
     name for family in FAMILIES.values() for name in (*family.names.dev, *family.names.test)
 }
 _COINED_SHARE = 0.85
-_OPAQUE_SHARE = 0.35
+_OPAQUE_SHARE = 0.25
 _MORE_SHARE = 0.25
 _NEAR_SHARE = 0.3
 _OPAQUE_ARGUMENTS = words.listed("value arg input x p1 arg1 param item field it data v what a1 key")
