@@ -10,10 +10,10 @@ import torch
 
 from whalepod.ep_comm.transport.interface import SignalWait, Topology, Transport
 
-_COUNT_BITS = 20
-_COUNT_MASK = (1 << _COUNT_BITS) - 1
+COUNT_BITS = 20
+COUNT_MASK = (1 << COUNT_BITS) - 1
 MAX_RANKS = 4096
-_FIRST_ABORT = (1 << _COUNT_BITS) - MAX_RANKS
+FIRST_ABORT = (1 << COUNT_BITS) - MAX_RANKS
 """Counts from here on say: this rank gave the call up, because of rank (count - this)."""
 
 
@@ -23,9 +23,9 @@ def signal_value(epoch: int, count: int) -> int:
     The epoch stands above the count, so a wait for "at least this epoch" needs nothing zeroed
     before, and a word left over from an earlier call is too small to be taken for this one.
     """
-    assert 0 < epoch < 1 << (63 - _COUNT_BITS), epoch
-    assert 0 <= count < 1 << _COUNT_BITS, count
-    return (epoch << _COUNT_BITS) | count
+    assert 0 < epoch < 1 << (63 - COUNT_BITS), epoch
+    assert 0 <= count < 1 << COUNT_BITS, count
+    return (epoch << COUNT_BITS) | count
 
 
 _CAUSES = ("late", "gone", "aborted", "blamed", "overtaken", "masked", "lost")
@@ -59,7 +59,7 @@ class CallStatus:
 
     @property
     def ok(self) -> bool:
-        return not self.missing
+        return not any(getattr(self, cause) for cause in _CAUSES)
 
     @property
     def must_stop(self) -> bool:
@@ -142,7 +142,7 @@ class Group:
 
     def abort_count(self) -> int:
         """Return the count that gives a call up and says because of whom."""
-        return _FIRST_ABORT + (self.rank if self.culprit is None else self.culprit)
+        return FIRST_ABORT + (self.rank if self.culprit is None else self.culprit)
 
     def suspect(self, rank: int) -> None:
         """Wait for `rank` no more, and blame it, until the control plane has decided."""
@@ -199,7 +199,7 @@ class Arrivals:
         """
         for signal, value in self._seen.items():
             now = self._group.transport.signal_fetch(signal.word)
-            if now != value and now & _COUNT_MASK < _FIRST_ABORT:
+            if now != value and now & COUNT_MASK < FIRST_ABORT:
                 self._found["overtaken"].add(signal.writer)
 
     def status(self) -> CallStatus:
@@ -227,11 +227,11 @@ class Arrivals:
 
     def _read(self, signal: Expected, value: int) -> int | None:
         """Return the count in `value`, or None and the reason in `_found`."""
-        epoch, count = value >> _COUNT_BITS, value & _COUNT_MASK
-        if count >= _FIRST_ABORT:  # also of a later call: an abort waits for nobody
-            self._group.culprit = count - _FIRST_ABORT
+        epoch, count = value >> COUNT_BITS, value & COUNT_MASK
+        if count >= FIRST_ABORT:  # also of a later call: an abort waits for nobody
+            self._group.culprit = count - FIRST_ABORT
             self._found["aborted"].add(signal.writer)
-            self._found["blamed"].add(count - _FIRST_ABORT)
+            self._found["blamed"].add(count - FIRST_ABORT)
         elif epoch != self._epoch:
             self._found["overtaken"].add(signal.writer)
         else:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from whalepod.ep_comm import layout
@@ -100,8 +99,8 @@ class LowLatencyExperts(_ExpertsOver[LowLatency]):
         result = flight.receive(deadline_ms - mode.group.transport.now_ms())
         _raise_unless_ok(result.status, layer)
         note(layer, "experts")
-        count_E = result.count_E.long()
-        ids_S = torch.arange(len(count_E)).repeat_interleave(count_E)
+        ids_S = result.expert_S
+        assert ids_S is not None, "the mode's output is packed"
         x_SH = result.rows[: len(ids_S)].to(x_TH.dtype)
         y_SH = self._kernels.expert_rows(x_SH, ids_S, self._packed)
         note(layer, "combine")

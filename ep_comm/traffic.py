@@ -16,6 +16,8 @@ from whalepod.ep_comm.modes.low_latency_config import LowLatencyConfig, LowLaten
 from whalepod.ep_comm.modes.throughput import Throughput
 from whalepod.ep_comm.modes.throughput_config import ThroughputConfig, ThroughputRegions
 from whalepod.ep_comm.parallel import ExpertMode, ModeName
+from whalepod.ep_comm.row_kernels.compiled import CompiledRows
+from whalepod.ep_comm.row_kernels.interface import RowKernels
 from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.transport.loopback import LoopbackGroup
 
@@ -97,20 +99,34 @@ class GroupHeap:
             self._bulk = spread = traffic.throughput()
             self._bulk_regions = throughput_config.carve(self.layout, spread)
 
-    def modes(self, group: Group, *, poison_unused: bool = False) -> dict[ModeName, ExpertMode]:
-        """Return this rank's ends of both modes."""
+    def modes(
+        self,
+        group: Group,
+        *,
+        row_kernels: RowKernels | None = None,
+        poison_unused: bool = False,
+    ) -> dict[ModeName, ExpertMode]:
+        """Return this rank's ends of both modes; see there for the options."""
         return {
             "low_latency": LowLatency(
-                group, self._low, self._low_regions, poison_unused=poison_unused
+                group,
+                self._low,
+                self._low_regions,
+                row_kernels=row_kernels,
+                poison_unused=poison_unused,
             ),
-            "throughput": self._new_bulk(group, poison_unused),
+            "throughput": self._new_bulk(group, row_kernels, poison_unused),
         }
 
-    def _new_bulk(self, group: Group, poison_unused: bool) -> ExpertMode:
+    def _new_bulk(
+        self, group: Group, row_kernels: RowKernels | None, poison_unused: bool
+    ) -> ExpertMode:
         config, regions = self._bulk, self._bulk_regions
         if isinstance(config, LowLatencyConfig):
             assert isinstance(regions, LowLatencyRegions)
-            return LowLatency(group, config, regions, poison_unused=poison_unused)
+            return LowLatency(
+                group, config, regions, row_kernels=row_kernels, poison_unused=poison_unused
+            )
         assert isinstance(regions, ThroughputRegions)
         return Throughput(group, config, regions)
 
@@ -119,18 +135,20 @@ def warm_up(traffic: Traffic) -> None:
     """Compile what both modes do to rows, so that no request waits for a compiler.
 
     Sends one token through each, on a group of one rank: machine code depends on the dtypes, and on
-    no size.
+    no size. The low-latency mode does it in one call a phase, and over the transport, as it will
+    when a rank is missing.
     """
     alone = replace(traffic, num_ranks=1, ranks_per_node=1, decode_tokens=1, max_tokens=1)
     heap = GroupHeap(alone, record_bytes=8)
-    [transport] = LoopbackGroup(1, heap.layout.num_bytes).transports
     dtype = alone.low_latency(1).dispatch_format.torch_dtype
     x_TH, weights_TK = torch.zeros(1, alone.hidden, dtype=dtype), torch.ones(1, alone.num_choices)
     ids_TK = torch.arange(alone.num_choices)[None]
-    for mode in heap.modes(Group(transport)).values():
-        if isinstance(mode, LowLatency):
-            result = mode.dispatch(x_TH, ids_TK, 1.0)
-            mode.combine(result.rows, result.handle, weights_TK, 1.0)
-        else:
-            received = mode.dispatch(x_TH, ids_TK, weights_TK, 1.0)
-            mode.combine(received.x_NH, received.routing, 1.0)
+    for row_kernels in (None, CompiledRows()):
+        [transport] = LoopbackGroup(1, heap.layout.num_bytes).transports
+        for mode in heap.modes(Group(transport), row_kernels=row_kernels).values():
+            if isinstance(mode, LowLatency):
+                result = mode.dispatch(x_TH, ids_TK, 1.0)
+                mode.combine(result.rows, result.handle, weights_TK, 1.0)
+            elif row_kernels is None:
+                received = mode.dispatch(x_TH, ids_TK, weights_TK, 1.0)
+                mode.combine(received.x_NH, received.routing, 1.0)

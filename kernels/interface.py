@@ -90,10 +90,11 @@ class Kernels(Protocol):
         """Return the rows of int64 ids, `[T, H]`."""
         ...
 
-    def pack_linear(self, weight_NK: Tensor) -> Packed:
+    def pack_linear(self, weight_NK: Tensor, is_sensitive: bool = False) -> Packed:
         """Prepare a weight `[N, K]` for `linear` and `linear_f32`; it may stay as it is.
 
-        Of the model dtype.
+        Of the model dtype. A backend that rounds weights keeps those of `is_sensitive` exact: small
+        ones, from whose errors all that follows suffers.
         """
         ...
 

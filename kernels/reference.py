@@ -38,7 +38,7 @@ class ReferenceKernels:
     def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
         return embedding_VH[token_ids_T]
 
-    def pack_linear(self, weight_NK: Tensor) -> Packed:
+    def pack_linear(self, weight_NK: Tensor, is_sensitive: bool = False) -> Packed:
         return weight_NK
 
     def linear(self, x_TK: Tensor, weight: Packed) -> Tensor:

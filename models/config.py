@@ -141,24 +141,26 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
     reader = _Reader(raw)
     num_experts = reader.integer("n_routed_experts", 0)
-    num_layers = reader.integer("num_hidden_layers")
+    num_layers = reader.positive("num_hidden_layers")
     if reader.integer("moe_layer_freq", 1) != 1:
         raise ConfigError(f"moe_layer_freq is {raw['moe_layer_freq']}; only 1 is served")
     if reader.boolean("attention_bias", False):
         raise ConfigError("attention_bias is true; only attention without biases is served")
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"hidden_act is {activation!r}; only 'silu' is served")
+    if (rope_dim := reader.positive("qk_rope_head_dim")) % 2:
+        raise ConfigError(f"config.json: qk_rope_head_dim must be even, got {rope_dim}")
     return ModelConfig(
         model_type=model_type,
-        vocab_size=reader.integer("vocab_size"),
-        hidden_size=reader.integer("hidden_size"),
+        vocab_size=reader.positive("vocab_size"),
+        hidden_size=reader.positive("hidden_size"),
         num_layers=num_layers,
-        num_heads=reader.integer("num_attention_heads"),
+        num_heads=reader.positive("num_attention_heads"),
         q_lora_rank=reader.optional_integer("q_lora_rank"),
-        kv_lora_rank=reader.integer("kv_lora_rank"),
-        qk_nope_head_dim=reader.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=reader.integer("qk_rope_head_dim"),
-        v_head_dim=reader.integer("v_head_dim"),
+        kv_lora_rank=reader.positive("kv_lora_rank"),
+        qk_nope_head_dim=reader.positive("qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=reader.positive("v_head_dim"),
         intermediate_size=reader.integer("intermediate_size"),
         moe_intermediate_size=reader.integer("moe_intermediate_size", 0),
         num_shared_experts=reader.integer("n_shared_experts", 0),
@@ -167,7 +169,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         has_gate_bias=raw.get("topk_method", _default_method(model_type)) == "noaux_tc",
         rope=_parse_rope(reader, model_type),
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=reader.integer("max_position_embeddings"),
+        max_position_embeddings=reader.positive("max_position_embeddings"),
         tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
         num_mtp_layers=reader.integer("num_nextn_predict_layers", 0),
         torch_dtype=str(raw.get("dtype", raw.get("torch_dtype")) or "bfloat16"),
@@ -241,14 +243,18 @@ def _parse_fp8(raw: Any) -> Fp8Config | None:
     if not isinstance(raw, Mapping) or raw.get("quant_method") != "fp8":
         raise ConfigError(f"quantization_config is {raw!r}; only quant_method 'fp8' is served")
     block = raw.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) for n in block)):
+    if not (isinstance(block, list) and len(block) == 2 and all(map(_is_size, block))):
         raise ConfigError(f"weight_block_size must be [rows, columns], got {block!r}")
     return Fp8Config(block_rows=block[0], block_columns=block[1])
 
 
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
 def _parse_token_ids(raw: Any) -> tuple[int, ...]:
     ids = raw if isinstance(raw, list) else [] if raw is None else [raw]
-    if not all(isinstance(token, int) for token in ids):
+    if not all(type(token) is int for token in ids):
         raise ConfigError(f"eos_token_id must be an integer or a list of integers, got {raw!r}")
     return tuple(ids)
 
@@ -258,6 +264,12 @@ class _Reader:
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = raw
+
+    def positive(self, key: str) -> int:
+        value = self.integer(key)
+        if not value:
+            raise ConfigError(f"config.json: {key} must be an integer >= 1, got 0")
+        return value
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.raw.get(key)
@@ -276,7 +288,8 @@ class _Reader:
         value = default if value is None else value
         if value is None:
             raise ConfigError(f"config.json: the key {key!r} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
             raise ConfigError(f"config.json: {key} must be a number, got {value!r}")
         return float(value)
 

@@ -143,11 +143,6 @@ class DecoderLayer:
                 hidden, config.intermediate_size, weights, f"{prefix}.mlp", kernels
             )
 
-    @property
-    def is_local(self) -> bool:
-        """Whether a forward pass stays within `Kernels`: that of experts elsewhere does not."""
-        return self._mlp.is_local
-
     def __call__(
         self,
         x_TH: Tensor,

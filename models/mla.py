@@ -121,7 +121,9 @@ class LatentAttention:
                 q_H = self._interleaved(take("q_proj", query_width, hidden), c.num_heads)
             else:
                 q_H = take("q_a_proj", c.q_lora_rank, hidden)
-            return kernels.pack_linear(torch.cat([q_H, kv_a_CH]))
+            # errors of latents reach all later tokens; without whole queries the product is small
+            is_sensitive = c.q_lora_rank is not None
+            return kernels.pack_linear(torch.cat([q_H, kv_a_CH]), is_sensitive)
 
         def pack_q_b(rank: int) -> Packed:
             q_b = take("q_b_proj", query_width, rank)

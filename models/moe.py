@@ -27,7 +27,6 @@ class GatedMlp:
             return kernels.pack_gated_mlp(torch.cat([gate, up]), down)
 
         self._packed = weights.packed(prefix, kernels, pack)
-        self.is_local = True
 
     def __call__(self, x_TH: Tensor, add_to_TH: Tensor | None = None) -> Tensor:
         return self._kernels.gated_mlp(x_TH, self._packed, add_to_TH)
@@ -80,11 +79,11 @@ class MixtureOfExperts:
         self.expert_bytes = sum(tensor.nbytes for tensor in kernels.packed_parts(packed)[0])
         self._routed = placement.routed(packed, prefix)
         # calls nothing but `Kernels`
-        self.is_local = isinstance(self._routed, LocalExperts) and self._routed.owns_all
+        self._is_local = isinstance(self._routed, LocalExperts) and self._routed.owns_all
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         ids_TK, weights_TK = self._kernels.route(x_TH, self._router, self._bias_E, self._gate)
-        if self.is_local:
+        if self._is_local:
             y_TH = self._routed(x_TH, ids_TK, weights_TK)
         else:
             y_TH = self._kernels.outside(lambda: self._routed(x_TH, ids_TK, weights_TK), x_TH)

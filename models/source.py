@@ -6,13 +6,15 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from whalepod.models.config import parse_config
 from whalepod.models.presets import PRESETS, preset_config
 
 EMBEDDED_MODEL = "tiny"
-DOWNLOADED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "tiktoken.model")
+SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model")
+DOWNLOADED_FILES = ("*.safetensors", *SMALL_FILES)
 MAX_CACHED_PRESET_BYTES = 4 << 30
 _GENERATOR_VERSION = 1
 """Raise it when the same preset gets other bytes: cached folders are made anew."""
@@ -34,7 +36,7 @@ def resolve_model(
 
     A preset is written to the cache on first use, with seeded random weights; a Hugging Face id is
     downloaded into huggingface_hub's own cache, and a broken download goes on where it stopped.
-    with_weights  False: a preset gets config and tokenizer only (`--load-format dummy`)
+    with_weights  False: config and tokenizer only (`--load-format dummy`)
     cache_folder  where presets go; None: `$XDG_CACHE_HOME/whalepod`, `~/.cache/whalepod`
     Raises SourceError, in one sentence.
     """
@@ -50,7 +52,7 @@ def resolve_model(
     if os.path.exists(model):
         raise SourceError(f"{model} is a file; give the folder that holds config.json")
     if is_hub_id:
-        return _download(model, revision)
+        return _download(model, revision, DOWNLOADED_FILES if with_weights else SMALL_FILES)
     raise SourceError(
         f"{model!r} is no model: give a checkpoint folder that exists, a Hugging Face id "
         f"(organisation/name), {EMBEDDED_MODEL!r}, or one of {', '.join(PRESETS)}"
@@ -69,7 +71,9 @@ def compiled_code_folder() -> Path:
 
 def _cached_preset(preset: str, with_weights: bool, cache_folder: Path) -> Path:
     # imported here because it loads torch, which the gateway's process does without
-    from whalepod.models.synthetic import plan_tensors, synthesize
+    from safetensors import SafetensorError
+
+    from whalepod.models.synthetic import SynthesisError, plan_tensors, synthesize
 
     raw = preset_config(preset)
     num_bytes = sum(tensor.num_bytes for tensor in plan_tensors(parse_config(raw), "bf16"))
@@ -86,20 +90,20 @@ def _cached_preset(preset: str, with_weights: bool, cache_folder: Path) -> Path:
         return folder
     try:
         return synthesize(preset, folder, with_weights=with_weights)
-    except OSError as error:
+    except (OSError, SafetensorError, SynthesisError) as error:
         if folder.is_dir():  # another process was faster; its folder is the same
             return folder
         raise SourceError(f"{preset} cannot be written to {folder}: {error}") from None
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     # imported here because nobody else needs it, and it takes a while
     import httpx2
     from huggingface_hub import errors, snapshot_download
 
     at = "" if revision is None else f" at revision {revision}"
     try:
-        folder = snapshot_download(model, revision=revision, allow_patterns=list(DOWNLOADED_FILES))
+        folder = snapshot_download(model, revision=revision, allow_patterns=list(patterns))
     except errors.GatedRepoError:
         reason = "its owner must grant access, and HF_TOKEN must be set"
     except errors.RevisionNotFoundError:

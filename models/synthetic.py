@@ -6,12 +6,14 @@ The values are those of `DummyWeights`: a bf16 or fp32 checkpoint is the model t
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +32,8 @@ from whalepod.models.weights import GATE_BIAS, SCALE_SUFFIX, DummyWeights
 
 DtypeName = Literal["bf16", "fp8", "fp32"]
 MAX_TOKENIZER_VOCAB = 8192
+ABANDONED_S = 3600.0
+"""Whoever still writes a checkpoint has touched a file of it since."""
 
 
 class SynthesisError(ValueError):
@@ -188,6 +192,7 @@ def _appearing_folder(out: Path, num_bytes: int) -> Iterator[Path]:
             f"the checkpoint takes {num_bytes} bytes, {out.parent} has {free_bytes} left; "
             "cut layers or experts, or choose another folder"
         )
+    _drop_abandoned(out)
     partial = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
     try:
@@ -195,6 +200,15 @@ def _appearing_folder(out: Path, num_bytes: int) -> Iterator[Path]:
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _drop_abandoned(out: Path) -> None:
+    """Remove what was begun for the same place by somebody who was killed."""
+    for partial in out.parent.glob(f"{glob.escape(out.name)}.partial-*"):
+        with suppress(FileNotFoundError):  # it was finished just now
+            newest_s = max(path.stat().st_mtime for path in (partial, *partial.glob("*")))
+            if time.time() - newest_s > ABANDONED_S:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

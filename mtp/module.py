@@ -97,7 +97,7 @@ class MtpModule:
 
         places = token_ids_T.data_ptr(), positions_T.data_ptr(), slots_T.data_ptr()
         key = ("rows", id(self), cache.rows_LPBC.data_ptr(), *places, len(token_ids_T))
-        self._repeat(key, previous_hidden_TH, compute, is_plain=True)
+        self._repeat(key, previous_hidden_TH, compute)
 
     def forward(
         self, previous_hidden_TH: Tensor, batch: ForwardBatch, cache: LatentCache
@@ -109,10 +109,7 @@ class MtpModule:
         """
         key = ("pass", id(self), cache.rows_LPBC.data_ptr(), *batch.places())
         return self._repeat(
-            key,
-            previous_hidden_TH,
-            lambda previous_TH: self._pass(previous_TH, batch, cache),
-            is_plain=self._layer.is_local,
+            key, previous_hidden_TH, lambda previous_TH: self._pass(previous_TH, batch, cache)
         )
 
     def end(self, previous_hidden_TH: Tensor, tail: Tail, cache: LatentCache) -> Tensor:
@@ -122,10 +119,7 @@ class MtpModule:
         """
         key = ("end", id(self), id(tail), cache.rows_LPBC.data_ptr())
         return self._repeat(
-            key,
-            previous_hidden_TH,
-            lambda previous_TH: self._end(previous_TH, tail, cache),
-            is_plain=self._layer.is_local,
+            key, previous_hidden_TH, lambda previous_TH: self._end(previous_TH, tail, cache)
         )
 
     def guess(self, previous_hidden_TH: Tensor, tail: Tail, cache: LatentCache) -> None:
@@ -149,7 +143,7 @@ class MtpModule:
             return hidden_BH
 
         key = ("guess", id(self), id(tail), cache.rows_LPBC.data_ptr())
-        self._repeat(key, previous_hidden_TH, compute, is_plain=self._layer.is_local)
+        self._repeat(key, previous_hidden_TH, compute)
 
     def _end(self, previous_TH: Tensor, tail: Tail, cache: LatentCache) -> Tensor:
         x_TH, residual_TH = self._input(tail.token_ids_T, previous_TH)
@@ -189,12 +183,10 @@ class MtpModule:
         key: tuple[object, ...],
         previous_TH: Tensor,
         compute: Callable[[Tensor], Tensor],
-        *,
-        is_plain: bool,
     ) -> Tensor:
         """Compute, or repeat what was recorded: for few tokens, from hidden states at one place."""
         num_tokens = len(previous_TH)
-        if not (is_plain and 0 < num_tokens <= MAX_REPEATED_TOKENS):
+        if not 0 < num_tokens <= MAX_REPEATED_TOKENS:
             return compute(previous_TH)
         kept_TH = self._previous_TH[:num_tokens]
         kept_TH.copy_(previous_TH)

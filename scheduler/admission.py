@@ -30,10 +30,12 @@ def may_start(sequence: Sequence) -> bool:
     return _sibling_with_prompt(sequence) is not None
 
 
-def count_shared_blocks(sequence: Sequence, tree: PrefixTree) -> int:
+def count_shared_blocks(sequence: Sequence, tree: PrefixTree, *, has_cache: bool) -> int:
     """Count the full blocks that the sequence would share if it were admitted now."""
     if _sibling_to_fork(sequence) is not None:
         return sequence.max_reused_tokens // tree.block_tokens
+    if not has_cache:
+        return 0
     if sequence.shared_blocks_at[0] != tree.version:
         num_blocks = sequence.max_reused_tokens // tree.block_tokens
         salt = sequence.request.cache_salt

@@ -22,7 +22,7 @@ from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
 
 FORMAT = "whalepod journal"
-VERSION = 3
+VERSION = 5
 _MAX_FRAME_BYTES = 256 * 1024 * 1024
 _Returned = TypeVar("_Returned")
 
@@ -96,8 +96,8 @@ class RecordedScheduler(Scheduler):
     def add(self, request: Request) -> None:
         self._record("add", _request_values(request), super().add, request)
 
-    def cancel(self, request_id: str) -> None:
-        self._record("cancel", [request_id], super().cancel, request_id)
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        self._record("cancel", [request_id, index], super().cancel, request_id, index)
 
     def reset_prefix_cache(self) -> int:
         return self._record("reset_prefix_cache", [], super().reset_prefix_cache)

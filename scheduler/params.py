@@ -24,10 +24,12 @@ class Constraint:
     """Whether the answer may end before the grammar has begun."""
     banned_before: tuple[int, ...] = ()
     """Tokens that must not come before the grammar begins."""
-    reasoning_end: int | None = None
-    """The token that ends a reasoning of bounded length."""
+    reasoning_start: int | None = None
+    """The token behind which a reasoning of bounded length begins; None: with the answer."""
+    reasoning_ends: tuple[int, ...] = ()
+    """The tokens that end a reasoning of bounded length."""
     max_reasoning_tokens: int | None = None
-    """After so many tokens without `reasoning_end` it is the only choice; None: no bound."""
+    """After so many tokens the first of `reasoning_ends` is the only choice; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

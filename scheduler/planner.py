@@ -223,9 +223,8 @@ class Planner:
         return self.running[-1].request.priority > self.waiting.first_priority
 
     def _count_shared_blocks(self, sequence: Sequence) -> int:
-        if not self._config.enable_prefix_caching:
-            return 0
-        return count_shared_blocks(sequence, self._residency.tree)
+        has_cache = self._config.enable_prefix_caching
+        return count_shared_blocks(sequence, self._residency.tree, has_cache=has_cache)
 
     def _has_slot(self, sequence: Sequence, sketch: Sketch) -> bool:
         """Find a free slot, or one of a sequence of strictly lower priority."""

@@ -45,7 +45,6 @@ class Request:
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens found in the cache when the first sequence was admitted."""
     was_admitted: bool = field(default=False, init=False)
-    cancelled: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -69,6 +68,7 @@ class Sequence:
         "block_ids",
         "block_keys",
         "block_table",
+        "cancelled",
         "draft_token_ids",
         "index",
         "max_total_tokens",
@@ -106,6 +106,7 @@ class Sequence:
         self.max_total_tokens = max_total_tokens
         self.stop_token_ids = stop_token_ids
         self.status = Status.WAITING
+        self.cancelled = False
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_logprobs = 0
         self.num_skips = 0

@@ -53,7 +53,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: Plan | None = None
         self._unreported_preemptions: list[int] = []
-        self._cancelled: list[Request] = []
+        self._cancelled: list[Sequence] = []
         self._num_arrivals = 0
         self._next_sequence_id = 0
         self._num_queued_requests = 0
@@ -70,15 +70,7 @@ class Scheduler:
         Raises TooLong or QueueFull before anything is queued, and ValueError for an id that is
         alive already.
         """
-        if request.request_id in self._requests:
-            raise ValueError(f"request id {request.request_id!r} is in use already")
-        num_tokens = max_total_tokens(
-            request,
-            max_model_len=self.config.max_model_len,
-            capacity_tokens=self.pool.num_blocks * self.block_tokens,
-        )
-        if self._num_queued_requests >= self.config.max_num_queued_reqs:
-            raise QueueFull(self._num_queued_requests, self.config.max_num_queued_reqs)
+        num_tokens = self.check_request(request)
         request.arrival = self._num_arrivals
         request.arrival_us = self._counters.clock_us
         self._num_arrivals += 1
@@ -88,6 +80,28 @@ class Scheduler:
             sequence = self._new_sequence(request, index, num_tokens)
             request.sequences.append(sequence)
             self._planner.waiting.add(sequence)
+
+    def check_request(self, request: Request, num_coming: int = 0) -> int:
+        """Return the most tokens of an answer, prompt included; raises what `add` would.
+
+        num_coming  requests that will be queued before it, though they are not yet
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in use already")
+        num_tokens = max_total_tokens(
+            request,
+            max_model_len=self.config.max_model_len,
+            capacity_tokens=self.pool.num_blocks * self.block_tokens,
+        )
+        num_queued = self._num_queued_requests + num_coming
+        if num_queued >= self.config.max_num_queued_reqs:
+            raise QueueFull(num_queued, self.config.max_num_queued_reqs)
+        return num_tokens
+
+    @property
+    def num_queued_requests(self) -> int:
+        """Requests that wait for their first admission."""
+        return self._num_queued_requests
 
     def _new_sequence(self, request: Request, index: int, max_total_tokens: int) -> Sequence:
         eos_token_ids = frozenset() if request.params.ignore_eos else self.eos_token_ids
@@ -105,21 +119,25 @@ class Scheduler:
     def is_queued(self, request_id: str) -> bool:
         """Say whether a request waits and has never run."""
         request = self._requests.get(request_id)
-        return request is not None and not request.was_admitted and not request.cancelled
+        if request is None or request.was_admitted:
+            return False
+        return not all(sequence.cancelled for sequence in request.sequences)
 
-    def cancel(self, request_id: str) -> None:
-        """End a request in any state; unknown ids are ignored (it may just have ended).
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or its answer `index` alone, in any state; what is unknown is ignored
+        (it may just have ended).
 
         Its blocks are free at once, or after the step in flight, which may still write them.
         """
         request = self._requests.get(request_id)
-        if request is None or request.cancelled:
+        if request is None:
             return
-        request.cancelled = True
+        for sequence in request.sequences:
+            if index in (None, sequence.index) and not sequence.cancelled:
+                sequence.cancelled = True
+                self._cancelled.append(sequence)
         if self._in_flight is None:
-            self._drop(request)
-        else:
-            self._cancelled.append(request)
+            self._drop_cancelled()
 
     def reset_prefix_cache(self) -> int:
         """Forget the texts that nobody uses; return the number of blocks that are free now."""
@@ -237,7 +255,7 @@ class Scheduler:
         elif row.num_drafts or row.num_drafts_wanted:
             self._residency.trim(sequence)
         gained = output.token_ids or output.prompt_logprobs or output.finish_reason
-        if gained and not sequence.request.cancelled:
+        if gained and not sequence.cancelled:
             outputs.append(output)
 
     def _accept(self, sequence: Sequence, row: Row, result: RowResult, num_kept: int) -> None:
@@ -285,7 +303,7 @@ class Scheduler:
         for sequence in list(request.sequences):
             if sequence.status is Status.ENDED:
                 continue
-            if not request.cancelled:
+            if not sequence.cancelled:
                 outputs.append(
                     Output(
                         sequence_id=sequence.sequence_id,
@@ -310,14 +328,10 @@ class Scheduler:
             if not request.was_admitted:
                 self._num_queued_requests -= 1
 
-    def _drop(self, request: Request) -> None:
-        for sequence in request.sequences:
+    def _drop_cancelled(self) -> None:
+        for sequence in self._cancelled:
             if sequence.status is not Status.ENDED:
                 self._end(sequence)
-
-    def _drop_cancelled(self) -> None:
-        for request in self._cancelled:
-            self._drop(request)
         self._cancelled.clear()
 
     def note_clock(self, now_us: int) -> None:
@@ -365,7 +379,7 @@ class Scheduler:
         num_live = len(running) + len(waiting)
         num_known = len(self._sequences)
         assert num_live == num_known, f"{num_live} sequences run or wait, {num_known} are known"
-        cancelled = [request.request_id for request in self._cancelled]
+        cancelled = [sequence.sequence_id for sequence in self._cancelled]
         assert self._in_flight or not cancelled, f"{cancelled} wait for a step, none is in flight"
         queued = [r.request_id for r in self._requests.values() if not r.was_admitted]
         num_queued = self._num_queued_requests

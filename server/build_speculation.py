@@ -145,10 +145,10 @@ def new_depth(speculation: SpeculationConfig) -> Depth:
     return AdaptiveDepth(speculation.max_depth)
 
 
-def describe_speculation(speculation: SpeculationConfig, speculator: Speculator | None) -> str:
+def describe_speculation(speculation: SpeculationConfig, makers: Sequence[str]) -> str:
     """Say for people who drafts and how many tokens: "mtp, adaptive up to 4, ..."."""
-    if speculator is None:
+    if not makers:
         return "off"
     kind = "fixed at" if speculation.is_fixed else "adaptive up to"
     acceptance = speculation.speculation_acceptance
-    return f"{' + '.join(speculator.makers)}, {kind} {speculation.max_depth}, {acceptance}"
+    return f"{' + '.join(makers)}, {kind} {speculation.max_depth}, {acceptance}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -14,6 +12,7 @@ from whalepod.models.config import ModelConfig
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
+from whalepod.server.memory import memory_bytes
 
 SHARE_OF_FREE_MEMORY = 0.5
 """What the cache may take of the memory that is free once the weights are loaded."""
@@ -55,7 +54,7 @@ def count_blocks(config: EngineConfig, *, block_bytes: int) -> int:
     """
     limits, given_bytes = config.scheduler, config.device.kv_cache_memory_bytes
     num_usable = limits.max_num_seqs * -(-limits.max_model_len // BLOCK_TOKENS)
-    free_bytes = min(int(available_memory_bytes() * SHARE_OF_FREE_MEMORY), DEFAULT_CACHE_BYTES)
+    free_bytes = min(int(memory_bytes()[1] * SHARE_OF_FREE_MEMORY), DEFAULT_CACHE_BYTES)
     free_bytes //= config.parallel.expert_parallel_size  # ranks that share this machine
     num_blocks = given_bytes // block_bytes if given_bytes else free_bytes // block_bytes
     if num_blocks < 1:
@@ -64,13 +63,3 @@ def count_blocks(config: EngineConfig, *, block_bytes: int) -> int:
             f"tokens takes {block_bytes}: give it more with --kv-cache-memory"
         )
     return num_blocks if given_bytes else min(num_blocks, num_usable)
-
-
-def available_memory_bytes() -> int:
-    """Return the memory that new pages may take without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return kib * 1024

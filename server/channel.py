@@ -17,6 +17,7 @@ import zmq
 
 from whalepod.server.codec import Encoder, decode, encode
 from whalepod.server.errors import EngineLost, RequestRejected, RequestWithdrawn
+from whalepod.server.mailbox import Mailbox
 from whalepod.server.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -37,12 +38,9 @@ from whalepod.server.messages import (
     Withdraw,
     Withdrawn,
 )
-from whalepod.server.outputs import join_outputs
 
 MAX_QUEUED_MESSAGES = 1024
 """High-water mark of each direction: past it a sender waits for its peer."""
-MAX_QUEUED_OUTPUTS = 64
-"""Outputs that wait for one slow reader; later ones are joined to the last of their sequence."""
 MAX_LIVE_REQUESTS = 16_384
 """Requests in flight on one channel: each has a queue here, and one abort may wait to be sent."""
 MAX_RECEIVED_AT_ONCE = 256
@@ -136,42 +134,6 @@ def _decode_or_none(frame: bytes) -> ToEngine | None:
     return None
 
 
-class _Mailbox:
-    """Outputs of one request on their way to its reader."""
-
-    def __init__(self) -> None:
-        self._outputs: deque[SequenceOutput] = deque()
-        self._error: Exception | None = None
-        self._arrived = asyncio.Event()
-
-    @property
-    def has_failed(self) -> bool:
-        return self._error is not None
-
-    def put(self, output: SequenceOutput) -> None:
-        """Queue an output; behind a slow reader it is joined to the last of its sequence."""
-        if len(self._outputs) >= MAX_QUEUED_OUTPUTS:
-            for place in range(len(self._outputs) - 1, -1, -1):
-                if self._outputs[place].index == output.index:
-                    self._outputs[place] = join_outputs(self._outputs[place], output)
-                    return
-        self._outputs.append(output)
-        self._arrived.set()
-
-    def fail(self, error: Exception) -> None:
-        """Make the reader raise once it has read what came before."""
-        self._error = error
-        self._arrived.set()
-
-    async def get(self) -> SequenceOutput:
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._outputs.popleft()
-
-
 class EngineChannel:
     """The gateway's end: an `Upstream`. Use as `async with`, in the event loop that serves.
 
@@ -190,7 +152,7 @@ class EngineChannel:
         self._exit_reason = exit_reason
         self._stats = Stats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
         self._failure: str | None = None
-        self._mailboxes: dict[str, _Mailbox] = {}
+        self._mailboxes: dict[str, Mailbox] = {}
         self._pings: dict[int, asyncio.Future[Stats]] = {}
         self._last_nonce = 0
         self._outbox: deque[bytes] = deque()  # two a live request, at most
@@ -243,7 +205,7 @@ class EngineChannel:
         return self._failure
 
     async def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput, None]:
-        """Yield outputs of all sequences until each has a finish reason.
+        """Yield outputs of all sequences until each has a finish reason or was aborted.
 
         Closing the iterator early aborts the request in the engine and frees its blocks. A reader
         that falls behind gets longer outputs, never fewer tokens. Raises RequestRejected when the
@@ -258,18 +220,21 @@ class EngineChannel:
                 "queue_full", f"{MAX_LIVE_REQUESTS} requests are live: retry later"
             )
         frame = encode(request)
-        mailbox = self._mailboxes[request_id] = _Mailbox()
-        num_live = request.num_sequences
+        mailbox = self._mailboxes[request_id] = Mailbox(request.num_sequences)
         self._post(frame)
         try:
-            while num_live:
-                output = await mailbox.get()
-                num_live -= output.finish_reason is not None
-                yield output
+            while mailbox.live:
+                yield await mailbox.get()
         finally:
             del self._mailboxes[request_id]
-            if num_live and not mailbox.has_failed:
+            if mailbox.live and not mailbox.has_failed:
                 self._send(Abort(request_id=request_id))
+
+    def abort_answer(self, request_id: str, index: int) -> None:
+        """End one answer of a live request; nothing more of it is yielded."""
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is not None and mailbox.let_go(index) and not mailbox.has_failed:
+            self._send(Abort(request_id=request_id, index=index))
 
     def withdraw(self, request_id: str) -> None:
         """Ask for a request back that may not have begun: its reader raises RequestWithdrawn if

@@ -48,6 +48,16 @@ class DeviceConfig:
         int, "longest chunk that attends in the latent space; longer ones expand keys and values"
     ] = 64
 
+    def __post_init__(self) -> None:
+        if self.kernels == "reference" and self.batch_invariant:
+            raise ValueError(
+                "kernels (reference) cannot be batch_invariant: drop one of the two, the kernels "
+                "of this machine can be"
+            )
+        for name in ("num_threads", "kv_cache_memory_bytes", "absorbed_max_query_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:

@@ -15,7 +15,7 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.config import GrammarBackendName
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 STATS_INTERVAL_US = 50_000
 """How old the counters that a gateway knows may be while steps run."""
@@ -39,9 +39,11 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Gateway to engine: free everything of a request. Unknown ids are ignored (it just ended)."""
+    """Gateway to engine: free a request. What is unknown is ignored (it just ended)."""
 
     request_id: str
+    index: int | None = None
+    """The answer to end; the others go on. None: all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,9 @@ class Stats:
 
     num_running: int = 0
     num_waiting: int = 0
+    """Who waits for a grammar or for a slot."""
+    num_compiling: int = 0
+    """Those of `num_waiting` whose grammars are being compiled."""
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_owned_blocks: int = 0

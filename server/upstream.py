@@ -32,12 +32,17 @@ class Upstream(Protocol):
         ...
 
     def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput]:
-        """Yield outputs of all sequences until each has a finish reason.
+        """Yield outputs of all sequences until each has a finish reason or was aborted.
 
         Closing the iterator early (a client that left, a stop string) aborts the request in the
         engine and frees its blocks. Raises RequestRejected when the engine refuses the request and
         EngineLost when it dies.
         """
+        ...
+
+    def abort_answer(self, request_id: str, index: int) -> None:
+        """End one answer of a request between two of its outputs: its slot is free for others, and
+        nothing more of it is yielded. Ignored when the answer, or the request, has ended."""
         ...
 
     def reset_prefix_cache(self) -> None:

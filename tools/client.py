@@ -20,17 +20,21 @@ class Client:
     """Talks to one OpenAI-compatible server. Use as a context manager."""
 
     def __init__(self, url: str, api_key: str | None, *, timeout_s: float = 300.0) -> None:
+        """Raises ClientError for an address that is none."""
         import httpx2
 
         self.url = root_url(url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, 5.0))
-        self._http = httpx2.Client(
-            base_url=self.url,
-            headers=headers,
-            timeout=timeout,
-            verify=self.url.startswith("https:"),  # else 40 ms of certificates for nothing
-        )
+        try:
+            self._http = httpx2.Client(
+                base_url=self.url,
+                headers=headers,
+                timeout=timeout,
+                verify=self.url.startswith("https:"),  # else 40 ms of certificates for nothing
+            )
+        except httpx2.InvalidURL as error:
+            raise ClientError(f"{self.url} is no address of a server: {error}") from None
 
     def __enter__(self) -> Client:
         return self
@@ -44,18 +48,15 @@ class Client:
 
         try:
             return self._http.get(path)
-        except httpx2.TransportError as error:
+        except httpx2.HTTPError as error:
             raise self._unreachable(error) from None
 
     def first_model(self) -> str:
         """Name the first model that the server lists."""
-        response = self.get("/v1/models")
-        if response.status_code != 200:
-            raise ClientError(f"{self.url}/v1/models: {error_message(response)}")
-        try:
-            return str(response.json()["data"][0]["id"])
-        except (ValueError, KeyError, IndexError, TypeError):
-            raise ClientError(f"{self.url}/v1/models lists no model") from None
+        names = model_names(self.get("/v1/models"))
+        if not names:
+            raise ClientError(f"{self.url}/v1/models lists no model")
+        return names[0]
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Post a request with `stream: true` and yield its events.
@@ -69,8 +70,8 @@ class Client:
                 if response.status_code != 200:
                     response.read()
                     raise ClientError(error_message(response))
-                yield from _events(response.iter_lines())
-        except httpx2.TransportError as error:
+                yield from events_of(response.iter_lines())
+        except httpx2.HTTPError as error:
             raise self._unreachable(error) from None
 
     def _unreachable(self, error: Exception) -> ClientError:
@@ -89,6 +90,16 @@ def root_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
+def model_names(response: httpx2.Response) -> tuple[str, ...]:
+    """Return what `/v1/models` lists. Raises ClientError for a refusal, or no such list."""
+    if response.status_code != 200:
+        raise ClientError(f"/v1/models: {error_message(response)}")
+    try:
+        return tuple([str(model["id"]) for model in response.json()["data"]])
+    except (ValueError, KeyError, TypeError):
+        raise ClientError("/v1/models is no list of models") from None
+
+
 def error_message(response: httpx2.Response) -> str:
     """Say why a server refused, in its own words if it speaks OpenAI's error shape."""
     try:
@@ -99,14 +110,23 @@ def error_message(response: httpx2.Response) -> str:
     return f"{message} (HTTP {response.status_code}{hint})"
 
 
-def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream's lines. Raises ClientError for what is none, or an error."""
     for line in lines:
         if not line.startswith("data:"):
             continue
         data = line[5:].strip()
         if data == "[DONE]":
             return
-        event = json.loads(data)
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise ClientError(f"the server sent what is no event: {data[:200]}")
         if "error" in event:
-            raise ClientError(str(event["error"].get("message", event["error"])))
+            error = event["error"]
+            raise ClientError(
+                str(error.get("message", error) if isinstance(error, dict) else error)
+            )
         yield event

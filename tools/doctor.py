@@ -97,9 +97,12 @@ def read_model_config(model: str) -> ModelConfig:
         return load_config(path)
     if path.is_file():
         try:
-            return parse_config(json.loads(path.read_text(encoding="utf-8")))
+            raw = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise StartupError(f"{path} is not a config.json: {error}") from None
+        if not isinstance(raw, dict):
+            raise StartupError(f"{path} is not a config.json: it holds a {type(raw).__name__}")
+        return parse_config(raw)
     return load_config(_cached_config(model).parent)
 
 
@@ -137,7 +140,7 @@ def _problems(machine: Machine, model: dict[str, Any] | None) -> Iterator[str]:
 def _machine_lines(machine: Machine, config: DoctorConfig, port_free: bool) -> Iterator[str]:
     yield "Machine"
     yield f"  system    {machine.system}, Python {machine.python}"
-    yield f"  cpu       {machine.cpu}, {machine.num_cores} cores"
+    yield f"  cpu       {machine.cpu}, {machine.num_cores} core{'s' * (machine.num_cores != 1)}"
     yield f"            {' '.join(machine.cpu_features) or 'no vector features found'}"
     free = _gib(machine.available_memory_bytes)
     yield f"  memory    {_gib(machine.memory_bytes)}, {free} available"

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from whalepod.server.memory import memory_bytes
+
 CPU_FEATURES = (
     "avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8",
     "asimd", "bf16", "i8mm", "sve",
@@ -33,7 +35,6 @@ OPTIONAL = {
     "cupy-cuda13x": "CUDA IPC between ranks: pip install 'whalepod[cuda]'",
     "nixl-cu13": "KV transfer between nodes: pip install 'whalepod[cluster]'",
 }
-_UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class Machine:
 
 def inspect_machine() -> Machine:
     """Look at the machine. Reads files and runs nvidia-smi if there is one; needs no network."""
-    total, available = _memory()
+    total, available = memory_bytes()
     info = _read("/proc/cpuinfo")
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -116,23 +117,6 @@ def bind_port(host: str, port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         return int(probe.getsockname()[1])
-
-
-def _memory() -> tuple[int, int]:
-    """Total and available bytes, within the container's limit."""
-    fields = {}
-    for line in _read("/proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        fields[name] = int(value.split()[0]) * 1024
-    if not fields:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
-    total, available = fields["MemTotal"], fields.get("MemAvailable", fields["MemFree"])
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    if limit.isdigit() and int(limit) < min(total, _UNLIMITED):
-        used = int(_read("/sys/fs/cgroup/memory.current").strip() or 0)
-        total, available = int(limit), min(available, int(limit) - used)
-    return total, max(0, available)
 
 
 def _gpus() -> Iterator[Gpu]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from whalepod.tools.client import DEFAULT_URL, Client, ClientError, root_url
+from whalepod.tools.client import DEFAULT_URL, Client, ClientError, model_names, root_url
 from whalepod.tools.table import format_table
 
 _SAMPLE = re.compile(r"(?:whalepod[_:]|vllm:)(\w+?)(?:\{[^}]*\})?\s+([0-9.eE+-]+)$")
@@ -59,8 +59,10 @@ def ask(url: str, api_key: str | None, timeout_s: float) -> ServerState:
         return ServerState(url=root_url(url), state=f"down: {error}")
     samples = parse_metrics(metrics.text if metrics.status_code == 200 else "")
     names: tuple[str, ...] = ()
-    if models.status_code == 200:
-        names = tuple(str(model["id"]) for model in models.json().get("data", ()))
+    try:
+        names = model_names(models) if models.status_code == 200 else ()
+    except ClientError as error:  # something else answers there
+        state = f"not ready: {error}"
     return _state(root_url(url), state, names, samples)
 
 

@@ -10,9 +10,11 @@ from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.config import Fp8Config, ModelConfig
 from whalepod.models.layout import NamedShape, checkpoint_tensors, is_quantizable
 
-WEIGHT_DTYPES = ("fp32", "bf16", "fp8")
-_VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
-"""Bytes of a value that is not block-quantised."""
+WEIGHT_DTYPES = ("fp32", "bf16", "fp8", "int8")
+_VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "int8": 2}
+"""Bytes of a value that is not quantised."""
+_INT8_VALUES, _INT8_SCALE_BYTES = 32, 2
+"""Values that share a scale with `--quantization int8`."""
 SCALE_BYTES = 4
 
 
@@ -122,5 +124,13 @@ def _tensor_bytes(config: ModelConfig, dtype: str, name: str, shape: tuple[int, 
         rows = math.ceil(shape[0] / block.block_rows)
         columns = math.ceil(shape[1] / block.block_columns)
         return math.prod(shape) + SCALE_BYTES * rows * columns
+    is_sensitive = config.q_lora_rank is not None and "_a_proj" in name
+    if (
+        dtype == "int8"
+        and not is_sensitive
+        and (is_quantizable(name, shape) or name == "lm_head.weight")
+    ):
+        num_scales = shape[0] * math.ceil(shape[1] / _INT8_VALUES)
+        return math.prod(shape) + _INT8_SCALE_BYTES * num_scales
     value_bytes = 4 if name.endswith("e_score_correction_bias") else _VALUE_BYTES[dtype]
     return math.prod(shape) * value_bytes

@@ -20,7 +20,7 @@ from torch import Tensor
 from whalepod.ep_comm.group import CallStatus
 from whalepod.ep_comm.modes.low_latency import LiveResultError
 from whalepod.ep_comm.modes.low_latency_config import NUM_SETS, LowLatencyConfig
-from whalepod.ep_comm.modes.low_latency_output import Dispatched, Handle
+from whalepod.ep_comm.modes.low_latency_output import Dispatched, Handle, ReceivedRows
 
 
 def open_buffer(process_group: Any, config: LowLatencyConfig, deep_ep: Any = None) -> Any:
@@ -158,20 +158,23 @@ class DeepEpLowLatency:
         rows, scales = received if isinstance(received, tuple) else (received, None)
         source_info, ranges_ER = deep_handle[:2]
         nothing = torch.empty(0, 0, device=ids_TK.device)
+        received_rows = ReceivedRows(
+            counts={},
+            row_of_NK=nothing.long(),
+            weights_NK=nothing,
+            count_E=count_E,
+            first_row_E=torch.arange(len(count_E), device=ids_TK.device) * rows.shape[1],
+            expert_S=None,
+            ranges_ER=ranges_ER,
+        )
         return Dispatched(
             rows=rows,
             scales=scales,
             count_E=count_E,
-            first_row_E=torch.arange(len(count_E), device=ids_TK.device) * rows.shape[1],
+            first_row_E=received_rows.first_row_E,
             source_info=source_info,
+            expert_S=None,
             ranges_ER=ranges_ER,
             status=CallStatus(operation="DeepEP dispatch", epoch=epoch),
-            handle=Handle(
-                epoch=epoch,
-                ids_TK=ids_TK,
-                dtype=dtype,
-                counts={},
-                row_of_NK=nothing.long(),
-                weights_NK=nothing,
-            ),
+            handle=Handle(epoch=epoch, ids_TK=ids_TK, dtype=dtype, received=received_rows),
         )

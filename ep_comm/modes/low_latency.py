@@ -19,17 +19,24 @@ import torch
 from torch import Tensor
 
 from whalepod.ep_comm import layout
-from whalepod.ep_comm.group import Arrivals, CallStatus, Expected, Group, signal_value
+from whalepod.ep_comm.group import CallStatus, Group, signal_value
 from whalepod.ep_comm.heap import Region
 from whalepod.ep_comm.modes.low_latency_config import (
     NUM_SETS,
     LowLatencyConfig,
     LowLatencyRegions,
 )
-from whalepod.ep_comm.modes.low_latency_output import Dispatched, Handle, LowLatencyOutput
+from whalepod.ep_comm.modes.low_latency_mapped import MappedPhases, MappedRows
+from whalepod.ep_comm.modes.low_latency_output import (
+    Dispatched,
+    Handle,
+    LowLatencyOutput,
+    Received,
+)
+from whalepod.ep_comm.modes.low_latency_plain import COMBINE, DISPATCH, PlainPhases
 from whalepod.ep_comm.row_kernels.compiled import CompiledRows
-from whalepod.ep_comm.row_kernels.interface import Experts, RowKernels, TokenRows
-from whalepod.ep_comm.rows import Outbox, RecordBlocks, exponent_bytes
+from whalepod.ep_comm.row_kernels.interface import RowKernels
+from whalepod.ep_comm.rows import Outbox
 
 
 class LiveResultError(RuntimeError):
@@ -71,7 +78,8 @@ class CombineInFlight:
 class LowLatency:
     """One rank's end of the mode.
 
-    row_kernels    how rows are copied and summed; default: compiled for the CPU
+    row_kernels    how rows are copied and summed; default: compiled for the CPU, and each phase is
+                   one compiled call where the transport's heaps are mapped
     poison_unused  fill outputs with NaN first, so that a reader of garbage shows (for tests)
     """
 
@@ -88,37 +96,21 @@ class LowLatency:
         self.group = group
         self.config = config
         self._regions = regions
-        self._kernels = row_kernels or CompiledRows()
         self._poison_unused = poison_unused
         self.outbox = Outbox(group, regions.staging)
         self._epoch = 0
         self._live: set[int] = set()
         self._half_sent: int | None = None
         """The call whose dispatch has raised, or may raise, before all ranks were sent to."""
-        heap, ranks = group.transport.heap, config.num_ranks
-        self._dispatch_format, self._combine_format = config.dispatch_format, config.combine_format
-        self._received = regions.dispatch_rows.view(heap).view(
-            NUM_SETS, ranks, config.max_tokens, self._dispatch_format.num_bytes
-        )
-        returned = regions.combine_rows.view(heap).view(
-            NUM_SETS, ranks, config.combine_rows, self._combine_format.num_bytes
-        )
-        self._returned_values = self._combine_format.views(returned).values_H
-        self._there = RecordBlocks(
-            self.outbox, group.transport, self._dispatch_format, config.max_tokens
-        )
-        self._back = RecordBlocks(
-            self.outbox, group.transport, self._combine_format, config.combine_rows
-        )
-        self._dispatch_bytes = self._dispatch_format.num_bytes
-        self._combine_bytes = self._combine_format.num_bytes
         self._outputs = [LowLatencyOutput(config) for _ in range(NUM_SETS)]
-        self._experts = Experts(
-            first=group.rank * config.num_local,
-            num_local=config.num_local,
-            num_ranks=ranks,
-            rows_per_expert=config.rows_per_expert,
+        self._plain = PlainPhases(
+            group, config, regions, self.outbox, self._outputs, row_kernels or CompiledRows()
         )
+        mapped = group.transport.mapped
+        self._mapped: MappedPhases | None = None
+        """The quick way, as long as all ranks are there; the plain one finds out who is not."""
+        if row_kernels is None and mapped is not None:
+            self._mapped = MappedPhases(group, config, regions, mapped, self.outbox, self._outputs)
 
     # -- dispatch ------------------------------------------------------------------------------
 
@@ -148,55 +140,43 @@ class LowLatency:
         LiveResultError for a third live result.
         """
         self._check_input(x_TH, ids_TK, weights_TK)
-        config = self.config
-        is_in_TR = self._kernels.destinations(ids_TK, config.num_experts, config.num_ranks)
-        epoch = self._half_sent = self._begin_epoch()
-        self._live.add(epoch)
-        self.outbox.begin()
-        offset, blocks = self._open_dispatch(epoch)
-        tokens = self._encode(x_TH, ids_TK, weights_TK)
-        counts = self._kernels.pack(self._dispatch_format, tokens, is_in_TR, blocks)
-        word = self._regions.dispatch_words.word(self._place(epoch, self.group.rank))
-        for rank, (block, count) in enumerate(zip(blocks, counts, strict=True)):
-            if block is not None:
-                num_bytes = count * self._dispatch_bytes
-                self.outbox.send(rank, offset, block, num_bytes, word, epoch, count)
-        self._half_sent = None
+        if self._mapped is not None and not self.group.suspects:
+            epoch = self._next_epoch()
+            if not self._mapped.send_dispatch(epoch, x_TH, ids_TK, weights_TK):
+                layout.check_choices(ids_TK, self.config.num_experts, self.config.num_choices)
+            self._epoch = epoch
+            self._live.add(epoch)
+        else:
+            is_in_TR = self._plain.destinations(ids_TK)
+            epoch = self._epoch = self._half_sent = self._next_epoch()
+            self._live.add(epoch)
+            self._plain.send_dispatch(epoch, x_TH, ids_TK, weights_TK, is_in_TR)
+            self._half_sent = None
         return DispatchInFlight(self, epoch, ids_TK, x_TH.dtype)
 
     def receive_dispatch(
         self, epoch: int, ids_TK: Tensor, dtype: torch.dtype, deadline_ms: float
     ) -> Dispatched:
         """Do the second half of a dispatch; called through `DispatchInFlight`."""
-        arrivals = Arrivals(self.group, "low-latency dispatch", epoch)
-        counts = arrivals.wait(self._expected(self._regions.dispatch_words, epoch), deadline_ms)
         output = self._outputs[epoch % NUM_SETS]
         if self._poison_unused:
             output.poison()
-        spread = self._kernels.spread(
-            self._dispatch_format,
-            self._received[epoch % NUM_SETS],
-            counts,
-            self._experts,
-            output.places,
-        )
-        arrivals.check_unchanged()
+        rows: Received | None = None
+        if self._mapped is not None and not self.group.suspects:
+            rows = self._mapped.receive_dispatch(epoch, deadline_ms)
+        status = CallStatus(operation=DISPATCH, epoch=epoch)
+        if rows is None:
+            rows, status = self._plain.receive_dispatch(epoch, deadline_ms)
         return Dispatched(
             rows=output.rows,
             scales=output.scales,
-            count_E=spread.count_E.to(torch.int32),
-            first_row_E=spread.first_row_E,
+            count_E=rows.count_E,
+            first_row_E=rows.first_row_E,
             source_info=output.source_info,
-            ranges_ER=spread.ranges_ER,
-            status=arrivals.status(),
-            handle=Handle(
-                epoch=epoch,
-                ids_TK=ids_TK,
-                dtype=dtype,
-                counts=counts,
-                row_of_NK=spread.row_of_NK,
-                weights_NK=spread.weights_NK,
-            ),
+            expert_S=rows.expert_S,
+            ranges_ER=rows.ranges_ER,
+            status=status,
+            handle=Handle(epoch=epoch, ids_TK=ids_TK, dtype=dtype, received=rows),
         )
 
     # -- combine -------------------------------------------------------------------------------
@@ -206,41 +186,39 @@ class LowLatency:
     ) -> tuple[Tensor, CallStatus]:
         """Send and receive in one go; the time runs from the call."""
         deadline_ms = self.group.deadline(timeout_ms)
-        flight = self.send_combine(y, handle)
-        return flight.receive(weights_TK, deadline_ms - self.group.transport.now_ms())
+        mapped = self._mapped_for(handle)
+        if mapped is None:
+            self.send_combine(y, handle)
+            return self._end_combine(None, handle, weights_TK, deadline_ms)
+        self._check_live(handle)
+        y_TH = mapped.combine(self._rows(y), handle, weights_TK, deadline_ms)
+        return self._end_combine(y_TH, handle, weights_TK, deadline_ms)
 
     def send_combine(self, y: Tensor, handle: Handle) -> CombineInFlight:
         """Send the experts' rows (laid out as the dispatched ones) back to the tokens' ranks."""
-        if handle.epoch not in self._live:
-            raise LiveResultError(f"the result of epoch {handle.epoch} was combined or given up")
-        self.outbox.begin()
-        y_SH = y.view(-1, self.config.hidden)
-        first = 0
-        for source in self.group.live():
-            count = handle.counts.get(source, 0)  # 0 also if its dispatch failed here
-            self._send_back(source, handle, slice(first, first + count), y_SH)
-            first += count
+        self._check_live(handle)
+        way = self._mapped_for(handle) or self._plain
+        way.send_combine(self._rows(y), handle)
         return CombineInFlight(self, handle)
 
     def receive_combine(
         self, handle: Handle, weights_TK: Tensor, deadline_ms: float
     ) -> tuple[Tensor, CallStatus]:
         """Do the second half of a combine; called through `CombineInFlight`."""
-        config, epoch = self.config, handle.epoch
-        arrivals = Arrivals(self.group, "low-latency combine", epoch)
-        counts = arrivals.wait(self._expected(self._regions.combine_words, epoch), deadline_ms)
-        rows_RSH = self._returned_values[epoch % NUM_SETS]
-        has_answered_R = torch.tensor([rank in counts for rank in range(config.num_ranks)])
-        choices = (handle.ids_TK, config.num_local)
-        if config.pre_reduce:
-            y_TH = self._kernels.combine_sums(rows_RSH, has_answered_R, *choices, handle.dtype)
-        else:
-            y_TH = self._kernels.combine(
-                rows_RSH, has_answered_R, *choices, weights_TK, handle.dtype
-            )
-        arrivals.check_unchanged()
-        self._live.discard(epoch)
-        return y_TH, arrivals.status()
+        mapped, y_TH = self._mapped_for(handle), None
+        if mapped is not None:
+            y_TH = mapped.receive_combine(handle, weights_TK, deadline_ms)
+        return self._end_combine(y_TH, handle, weights_TK, deadline_ms)
+
+    def _end_combine(
+        self, y_TH: Tensor | None, handle: Handle, weights_TK: Tensor, deadline_ms: float
+    ) -> tuple[Tensor, CallStatus]:
+        """y_TH: the sums, if they are there already."""
+        status = CallStatus(operation=COMBINE, epoch=handle.epoch)
+        if y_TH is None:
+            y_TH, status = self._plain.receive_combine(handle, weights_TK, deadline_ms)
+        self._live.discard(handle.epoch)
+        return y_TH, status
 
     # -- giving up -----------------------------------------------------------------------------
 
@@ -278,7 +256,19 @@ class LowLatency:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _begin_epoch(self) -> int:
+    def _mapped_for(self, handle: Handle) -> MappedPhases | None:
+        """Return them if they know what was dispatched, and all ranks are to be waited for."""
+        is_known = isinstance(handle.received, MappedRows) and not self.group.suspects
+        return self._mapped if is_known else None
+
+    def _check_live(self, handle: Handle) -> None:
+        if handle.epoch not in self._live:
+            raise LiveResultError(f"the result of epoch {handle.epoch} was combined or given up")
+
+    def _rows(self, y: Tensor) -> Tensor:
+        return y.view(-1, self.config.hidden)
+
+    def _next_epoch(self) -> int:
         epoch = self._epoch + 1
         blocking = epoch - NUM_SETS
         if blocking in self._live:
@@ -286,7 +276,6 @@ class LowLatency:
                 f"dispatch {epoch} would be a third live result: combine the one of "
                 f"epoch {blocking} first (there are {NUM_SETS} sets of buffers)"
             )
-        self._epoch = epoch
         return epoch
 
     def _check_input(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> None:
@@ -308,53 +297,8 @@ class LowLatency:
             )
         layout.check_choice_shape(ids_TK, config.num_choices)
 
-    def _encode(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> TokenRows:
-        values_TH, scales_TG = x_TH, None
-        if self.config.dispatch_dtype == "float8":
-            values_TH, scales_TG = self._kernels.quantize(x_TH, round_scale=self.config.round_scale)
-            if self.config.ue8m0:
-                scales_TG = exponent_bytes(scales_TG)
-        return TokenRows(
-            values_TH=values_TH, scales_TG=scales_TG, ids_TK=ids_TK, weights_TK=weights_TK
-        )
-
-    def _place(self, epoch: int, rank: int) -> int:
-        """Return the index of a rank's part in the set of a call."""
-        return (epoch % NUM_SETS) * self.config.num_ranks + rank
-
-    def _open_dispatch(self, epoch: int) -> tuple[int, list[Tensor | None]]:
-        """Return where this rank's records go: their offset, and a block for each live rank."""
-        offset = self._regions.dispatch_rows.offset
-        offset += self._place(epoch, self.group.rank) * self._there.block_bytes
-        blocks: list[Tensor | None] = [None] * self.config.num_ranks
-        for rank in self.group.live():
-            blocks[rank], _ = self._there.open(rank, offset)
-        return offset, blocks
-
-    def _send_back(self, source: int, handle: Handle, records: slice, y_SH: Tensor) -> None:
-        """Send what the experts made of the records of the rank `source`."""
-        place = self._place(handle.epoch, self.group.rank)
-        offset = self._regions.combine_rows.offset + place * self._back.block_bytes
-        block, out_SH = self._back.open(source, offset)
-        row_of_nK = handle.row_of_NK[records]
-        if self.config.pre_reduce:
-            count = len(row_of_nK)
-            weights_nK = handle.weights_NK[records]
-            self._kernels.weighted_sums(y_SH, row_of_nK, weights_nK, out_SH[:count])
-        else:
-            count = self._kernels.collect(y_SH, row_of_nK, out_SH)
-        word = self._regions.combine_words.word(place)
-        num_bytes = count * self._combine_bytes
-        self.outbox.send(source, offset, block, num_bytes, word, handle.epoch, count)
-
-    def _expected(self, words: Region, epoch: int) -> list[Expected]:
-        return [
-            Expected(rank, words.word(self._place(epoch, rank)), rank)
-            for rank in range(self.config.num_ranks)
-        ]
-
     def _signal_abort(self, words: Region, epoch: int) -> None:
-        word = words.word(self._place(epoch, self.group.rank))
+        word = words.word(epoch % NUM_SETS * self.config.num_ranks + self.group.rank)
         value = signal_value(epoch, self.group.abort_count())
         for rank in self.group.hearers():
             self.group.transport.signal_op(word, value, rank)

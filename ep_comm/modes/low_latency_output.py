@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Dispatched:
     count_E       `[E_l]` int32
     first_row_E   `[E_l]` int64, an expert's first row if `rows` had no expert axis
     source_info   int32 token index on the source, of each row
+    expert_S      `[rows in use]` int64 local expert of each row, if packed; else None
     ranges_ER     `[E_l, R]` int64, (begin << 32) | count of each source's rows of an expert
     """
 
@@ -34,9 +36,56 @@ class Dispatched:
     count_E: Tensor
     first_row_E: Tensor
     source_info: Tensor
+    expert_S: Tensor | None
     ranges_ER: Tensor
     status: CallStatus
     handle: Handle
+
+
+class Received(Protocol):
+    """What came from whom, and where it went."""
+
+    @property
+    def counts(self) -> Mapping[int, int]:
+        """Source rank -> records."""
+        ...
+
+    @property
+    def row_of_NK(self) -> Tensor:
+        """`[N, K]` int64 output row of each selection of the records, -1: another rank's."""
+        ...
+
+    @property
+    def weights_NK(self) -> Tensor:
+        """`[N, K]` f32; `[N, 0]` if records have none."""
+        ...
+
+    @property
+    def count_E(self) -> Tensor:
+        """As in `Dispatched`, like all that follow."""
+        ...
+
+    @property
+    def first_row_E(self) -> Tensor: ...
+
+    @property
+    def expert_S(self) -> Tensor | None: ...
+
+    @property
+    def ranges_ER(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedRows:
+    """`Received` as it is."""
+
+    counts: Mapping[int, int]
+    row_of_NK: Tensor
+    weights_NK: Tensor
+    count_E: Tensor
+    first_row_E: Tensor
+    expert_S: Tensor | None
+    ranges_ER: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +95,7 @@ class Handle:
     epoch: int
     ids_TK: Tensor
     dtype: torch.dtype
-    counts: Mapping[int, int]
-    row_of_NK: Tensor
-    weights_NK: Tensor
+    received: Received
 
 
 class LowLatencyOutput:

@@ -54,7 +54,7 @@ class CompiledRows:
         scales_TG = torch.empty(num_tokens, hidden // SCALE_GROUP)
         loops.quantize(
             x_TH.data_ptr(),
-            _kind(x_TH.dtype),
+            kind_of(x_TH.dtype),
             num_tokens,
             hidden,
             round_scale,
@@ -87,9 +87,9 @@ class CompiledRows:
             row_format.num_weights,
             values_TH.data_ptr(),
             values_TH.stride(0) * values_TH.element_size(),
-            _kind(values_TH.dtype),
+            kind_of(values_TH.dtype),
             at.values,
-            _kind(row_format.torch_dtype),
+            kind_of(row_format.torch_dtype),
             row_format.hidden,
             scales_TG.data_ptr(),
             row_format.num_scales * row_format.scale_dtype.itemsize,
@@ -217,7 +217,7 @@ class CompiledRows:
         y_TH = torch.empty(len(ids_TK), returned_RSH.shape[2], dtype=dtype)
         loops.combine(
             *_rows_of_owners(returned_RSH), owners_has_answered_R.numpy(), ids_TK.data_ptr(),
-            weights_TK.data_ptr(), *ids_TK.shape, num_local, y_TH.data_ptr(), _kind(dtype),
+            weights_TK.data_ptr(), *ids_TK.shape, num_local, y_TH.data_ptr(), kind_of(dtype),
         )  # fmt: skip
         return y_TH
 
@@ -233,7 +233,7 @@ class CompiledRows:
         y_TH = torch.empty(len(ids_TK), returned_RTH.shape[2], dtype=dtype)
         loops.combine_sums(
             *_rows_of_owners(returned_RTH), owners_has_answered_R.numpy(), ids_TK.data_ptr(),
-            *ids_TK.shape, num_local, y_TH.data_ptr(), _kind(dtype),
+            *ids_TK.shape, num_local, y_TH.data_ptr(), kind_of(dtype),
         )  # fmt: skip
         return y_TH
 
@@ -257,7 +257,8 @@ class CompiledRows:
         assert count == len(rows_nH), (count, len(rows_nH))
 
 
-def _kind(dtype: torch.dtype) -> int:
+def kind_of(dtype: torch.dtype) -> int:
+    """Return what compiled code calls rows of a dtype. ValueError for unknown ones."""
     kind = _KINDS.get(dtype)
     if kind is None:
         raise ValueError(f"rows of {dtype}: convert them to float32 or bfloat16")
@@ -267,7 +268,7 @@ def _kind(dtype: torch.dtype) -> int:
 def _rows(rows: Tensor) -> tuple[int, int, int]:
     """Return address, stride in bytes and kind of rows `[..., H]` with contiguous elements."""
     assert rows.stride(-1) == 1 or not rows.numel(), rows.stride()
-    return rows.data_ptr(), rows.stride(-2) * rows.element_size(), _kind(rows.dtype)
+    return rows.data_ptr(), rows.stride(-2) * rows.element_size(), kind_of(rows.dtype)
 
 
 def _rows_of_owners(returned: Tensor) -> tuple[int, int, int, int, int]:

@@ -55,6 +55,31 @@ def copy_bytes(typingctx, target, source, num_bytes):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+def _word(builder, address):
+    return builder.inttoptr(address, ir.IntType(64).as_pointer())
+
+
+@intrinsic
+def load_acquire(typingctx, address):
+    """Return a 64-bit word; later loads see what was stored before it was set."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_release(typingctx, address, value):
+    """Set a 64-bit word behind all stores before it: whoever sees it sees them, too."""
+
+    def codegen(context, builder, signature, args):
+        builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 @njit
 def i64_at(address, count):
     return carray(_pointer(address), count, np.int64)
@@ -73,6 +98,11 @@ def u8_at(address, count):
 @njit
 def f32_at(address, count):
     return carray(_pointer(address), count, np.float32)
+
+
+@njit
+def f64_at(address, count):
+    return carray(_pointer(address), count, np.float64)
 
 
 @njit

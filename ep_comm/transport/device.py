@@ -15,7 +15,12 @@ import numpy as np
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from whalepod.ep_comm.transport.interface import SignalWait, Topology, barrier_by_signals
+from whalepod.ep_comm.transport.interface import (
+    MappedMemory,
+    SignalWait,
+    Topology,
+    barrier_by_signals,
+)
 
 WAIT_SLICE_MS = 10.0
 """A wait is a row of kernels of at most this length, so that none holds the GPU for long."""
@@ -101,6 +106,11 @@ class DeviceTransport(ABC):
     def barrier(self, deadline_ms: float) -> tuple[int, ...]:
         self._num_barriers += 1
         return barrier_by_signals(self, self._num_barriers, deadline_ms)
+
+    @property
+    def mapped(self) -> MappedMemory | None:
+        """Return None: rows go through the transport."""
+        return None
 
     def peer_view(self, rank: int) -> Tensor | None:
         """Return None: rows go through the staging region, by the transport's own copies."""

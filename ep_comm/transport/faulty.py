@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from whalepod.ep_comm.transport.interface import (
+    MappedMemory,
     SignalWait,
     Topology,
     Transport,
@@ -131,6 +132,11 @@ class FaultyTransport:
     def barrier(self, deadline_ms: float) -> tuple[int, ...]:
         self._num_barriers += 1
         return barrier_by_signals(self, self._num_barriers, deadline_ms)
+
+    @property
+    def mapped(self) -> MappedMemory | None:
+        """Return None: rows go through the transport."""
+        return None
 
     def peer_view(self, rank: int) -> Tensor | None:
         """Return None: a plain store could not be delayed."""

@@ -27,7 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from whalepod.ep_comm.transport.interface import SignalWait, Topology, barrier_by_signals
+from whalepod.ep_comm.transport.interface import (
+    MappedMemory,
+    SignalWait,
+    Topology,
+    barrier_by_signals,
+)
 
 _FOREVER = timedelta(days=365)
 """A receiver waits for its peer's next message as long as the peer lives."""
@@ -158,6 +163,11 @@ class GlooTransport:
     def barrier(self, deadline_ms: float) -> tuple[int, ...]:
         self._num_barriers += 1
         return barrier_by_signals(self, self._num_barriers, deadline_ms)
+
+    @property
+    def mapped(self) -> MappedMemory | None:
+        """Return None: rows go through the transport."""
+        return None
 
     def peer_view(self, rank: int) -> Tensor | None:
         """Return this rank's own heap; other ranks' memory is elsewhere."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -52,6 +54,21 @@ class Topology:
 
     def ranks_of(self, node: int) -> range:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class MappedMemory:
+    """Heaps that compiled code may read and write by itself, in place of puts and signals.
+
+    Stores become visible to other ranks in the order in which the machine makes them.
+
+    heaps_R   int64 addresses of all heaps in this process, valid while a `peer_view` of each lives
+    can_wait  what other ranks store arrives while compiled code waits for it, on the clock of
+              `time.monotonic`; else only `signal_wait` lets them go on
+    """
+
+    heaps_R: NDArray[np.int64]
+    can_wait: bool
 
 
 class Transport(Protocol):
@@ -111,6 +128,11 @@ class Transport(Protocol):
 
         Stores through it count as puts: only a `fence` orders them before a signal.
         """
+        ...
+
+    @property
+    def mapped(self) -> MappedMemory | None:
+        """How compiled code reaches all heaps without the transport; None: it must not."""
         ...
 
     def close(self) -> None:

@@ -88,7 +88,8 @@ class LoopbackTransport(MappedHeaps):
     """One rank of a `LoopbackGroup`."""
 
     def __init__(self, rank: int, topology: Topology, heaps: list[Tensor], turns: _Turns) -> None:
-        super().__init__(rank, topology, heaps)
+        # a rank without others has nothing to wait for
+        super().__init__(rank, topology, heaps, can_wait=len(heaps) == 1)
         self._turns = turns
 
     def now_ms(self) -> float:

@@ -5,21 +5,34 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from whalepod.ep_comm.transport.interface import SignalWait, Topology, barrier_by_signals
+from whalepod.ep_comm.transport.interface import (
+    MappedMemory,
+    SignalWait,
+    Topology,
+    barrier_by_signals,
+)
 
 
 class MappedHeaps(ABC):
-    """One rank's end. What waiting, time and order are is for the subclass to say."""
+    """One rank's end. What waiting, time and order are is for the subclass to say.
 
-    def __init__(self, rank: int, topology: Topology, heaps: Sequence[Tensor]) -> None:
+    can_wait  see `MappedMemory`
+    """
+
+    def __init__(
+        self, rank: int, topology: Topology, heaps: Sequence[Tensor], *, can_wait: bool
+    ) -> None:
         self.rank = rank
         self.topology = topology
         self._heaps = list(heaps)
         self._words = [heap.view(torch.int64).numpy() for heap in heaps]
         self._num_barriers = 0
+        addresses = np.array([heap.data_ptr() for heap in heaps], dtype=np.int64)
+        self.mapped = MappedMemory(addresses, can_wait)
 
     @property
     def heap(self) -> Tensor:

@@ -18,14 +18,9 @@ from collections.abc import Sequence
 
 import torch
 
+from whalepod.ep_comm.row_kernels.waiting import wait_for_word
 from whalepod.ep_comm.transport.interface import SignalWait, Topology
 from whalepod.ep_comm.transport.mapped import MappedHeaps
-
-SPIN_POLLS = 200
-YIELD_POLLS = 200
-SLEEP_SECONDS = 20e-6
-"""A wait polls, then gives its time slice away, then sleeps. (8 ranks on 2 cores: a pure spin took
-46 ms in the median, with yields 1.1 ms.)"""
 
 _STORES_IN_ORDER = ("x86_64", "AMD64")
 
@@ -56,26 +51,16 @@ class ShmTransport(MappedHeaps):
             )
         maps = [mmap.mmap(fd, os.fstat(fd).st_size) for fd in descriptors]
         heaps = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
-        super().__init__(rank, Topology(len(maps), ranks_per_node or len(maps)), heaps)
+        topology = Topology(len(maps), ranks_per_node or len(maps))
+        super().__init__(rank, topology, heaps, can_wait=True)
 
     def now_ms(self) -> float:
         return time.monotonic() * 1e3
 
     def signal_wait(self, signal_offset: int, at_least: int, deadline_ms: float) -> SignalWait:
-        words, index = self._words[self.rank], signal_offset // 8
-        num_polls = 0
-        while words[index] < at_least:
-            num_polls += 1
-            if num_polls <= SPIN_POLLS:
-                continue
-            if self.now_ms() >= deadline_ms:
-                value = int(words[index])
-                return SignalWait(value >= at_least, value)
-            if num_polls <= SPIN_POLLS + YIELD_POLLS:
-                os.sched_yield()
-            else:
-                time.sleep(SLEEP_SECONDS)
-        return SignalWait(True, int(words[index]))
+        word = int(self.mapped.heaps_R[self.rank]) + signal_offset
+        value: int = wait_for_word(word, at_least, int(1e6 * deadline_ms))
+        return SignalWait(value >= at_least, value)
 
     def fence(self, rank: int) -> None:
         """Do nothing: see the module's docstring."""

@@ -27,7 +27,6 @@ from whalepod.kernels.cpu.attention_tiles import (
     PAGE_SCORES,
     PAGE_TILE_BYTES,
     STEP,
-    address_of,
     attend_pages,
     copy_page,
     pack_queries,
@@ -37,6 +36,7 @@ from whalepod.kernels.cpu.exponentials import exp_f32, exp_of_scores
 from whalepod.kernels.cpu.regions import Region, argument, argument_f64, finish, take, wait_for
 from whalepod.kernels.cpu.rows import dot_rows, mix_rows
 from whalepod.kernels.cpu.simd import (
+    address_of,
     advance,
     f32_pointer,
     i32_pointer,

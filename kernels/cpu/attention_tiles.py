@@ -394,13 +394,3 @@ def copy_page(typingctx, source, low, high, row_stride, width, target):
 
     signature = types.void(source, types.int64, types.int64, types.int64, types.int64, source)
     return signature, codegen
-
-
-@intrinsic
-def address_of(typingctx, pointer):
-    """Return the address that a pointer holds."""
-
-    def codegen(context, builder, signature, args):
-        return builder.ptrtoint(args[0], I64)
-
-    return types.int64(pointer), codegen

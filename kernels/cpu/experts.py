@@ -24,7 +24,7 @@ from whalepod.kernels.cpu.simd import advance, f32_pointer, i64_pointer, load, p
 ROWS_PER_ITEM = 256
 """Rows of a dense MLP that an item takes at once."""
 
-PAIRS_PER_ITEM = 32
+ROWS_PER_COPY = 32
 """Rows that are gathered at once."""
 
 
@@ -63,6 +63,22 @@ def group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active):
             store(places, pair, place)
             store(rows, place, pair // top_k)
     return num_active
+
+
+@njit
+def gather_rows(block, stage, rows, num_rows, source, width, target):
+    """Copy `num_rows` rows, chosen by number, side by side; all threads, one stage."""
+    num_items = -(-num_rows // ROWS_PER_COPY)
+    while True:
+        item = take(block, stage)
+        if item >= num_items:
+            break
+        first = item * ROWS_PER_COPY
+        for place in range(first, min(first + ROWS_PER_COPY, num_rows)):
+            row = advance(source, load(rows, place) * width)
+            copy_row(row, width, advance(target, place * width))
+        finish(block, stage)
+    wait_for(block, stage, num_items)
 
 
 @njit
@@ -146,17 +162,7 @@ def _experts_region(block):
         gathered, x_stride = x, 0
     else:
         num_sorted = load(active, 2 * num_active + 1)
-        num_items = -(-num_sorted // PAIRS_PER_ITEM)
-        while True:
-            item = take(block, 1)
-            if item >= num_items:
-                break
-            first = item * PAIRS_PER_ITEM
-            for place in range(first, min(first + PAIRS_PER_ITEM, num_sorted)):
-                source = advance(x, load(rows, place) * hidden)
-                copy_row(source, hidden, advance(gathered, place * hidden))
-            finish(block, 1)
-        wait_for(block, 1, num_items)
+        gather_rows(block, 1, rows, num_sorted, x, hidden, gathered)
 
     per_expert = -(-gate_up_groups // BLOCK_GROUPS)
     while True:
@@ -182,10 +188,10 @@ def _experts_region(block):
         groups, column = min(BLOCK_GROUPS, down_groups - group), group * GROUP
         for which in range(num_active):
             expert, start = load(active, 2 * which), load(active, 2 * which + 1)
-            _down(
+            multiply_block(
                 advance(activations, start * stride), stride, load(active, 2 * which + 3) - start,
                 advance(down, expert * down_stride + group * down_step), down_step, groups, inner,
-                tile_rows, sums, groups * GROUP, advance(y, start * BLOCK_COLUMNS), BLOCK_COLUMNS,
+                tile_rows, advance(y, start * BLOCK_COLUMNS),
             )  # fmt: skip
         combine_tokens(
             num_tokens, weights, places, top_k, y, min(BLOCK_COLUMNS, hidden - column), block,

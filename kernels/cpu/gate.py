@@ -9,7 +9,6 @@ from whalepod.kernels.cpu.exponentials import exp_f32, store_sums
 from whalepod.kernels.cpu.panels import (
     BLOCK_COLUMNS,
     BLOCK_GROUPS,
-    BLOCK_ROWS,
     GROUP,
     block_of_sums,
     multiply_block,
@@ -18,7 +17,7 @@ from whalepod.kernels.cpu.regions import Region, argument, argument_f64, finish,
 from whalepod.kernels.cpu.rows import widen_row
 from whalepod.kernels.cpu.simd import advance, f32_pointer, i64_pointer, load, pointer_like, store
 
-ROWS_PER_ITEM = 8
+ROWS_PER_ITEM, ROWS_PER_PRODUCT = 8, 16
 
 
 @njit
@@ -136,13 +135,13 @@ def _gate_region(block):
             finish(block, 0)
         wait_for(block, 0, num_items)
         column_items = -(-column_groups // BLOCK_GROUPS)
-        num_blocks = -(-num_tokens // BLOCK_ROWS) * column_items
+        num_blocks = -(-num_tokens // ROWS_PER_PRODUCT) * column_items
         while True:
             item = take(block, 1)
             if item >= num_blocks:
                 break
-            row, group = item // column_items * BLOCK_ROWS, item % column_items * BLOCK_GROUPS
-            rows = min(BLOCK_ROWS, num_tokens - row)
+            row, group = item // column_items * ROWS_PER_PRODUCT, item % column_items * BLOCK_GROUPS
+            rows = min(ROWS_PER_PRODUCT, num_tokens - row)
             count = min(BLOCK_COLUMNS, num_experts - group * GROUP)
             multiply_block(
                 advance(wide, row * hidden), hidden, rows, advance(router, group * group_stride),

@@ -6,11 +6,8 @@ A row is quantised by itself, so its result depends on no other row. A weight w 
 any number of rows give the same bits.
 
 Weight, per 16 columns and 64 k, 1,088 bytes: [2, 8, 16, 4] uint8 (block of 32, k / 4, column,
-k % 4) then [2, 16] f16 scales. Row, a record of 1.25 bytes per value: int8 values, f32 scales,
-int32 -128 sums.
-
-AMX tiles gain nothing here: with a scale per 32 values half of a tile is empty, and the sums of
-each product must be scaled. 16 rows, 16 columns, 32 values: 33 ns either way (one core, 11/2026).
+k % 4) then [2, 16] f16 scales. Row, a record of 1.25 bytes per value: int8 values, then for each
+32 of them an f32 scale and the int32 -128 sum.
 """
 
 from __future__ import annotations
@@ -39,10 +36,21 @@ from whalepod.kernels.cpu.simd import (
     target_has,
     widen,
 )
-from whalepod.kernels.cpu.vectors import fma, lanes_below, load_vector, prefetch, shuffle, splat
+from whalepod.kernels.cpu.vectors import (
+    fma,
+    lanes_below,
+    load_vector,
+    prefetch,
+    shuffle,
+    splat,
+    unary,
+)
 
 BLOCK = 32
 """Values with one scale."""
+
+BLOCK_ROWS = 16
+"""Rows of a product."""
 
 STEP = 64
 STEP_BYTES = GROUP * STEP + 2 * 2 * GROUP
@@ -72,14 +80,6 @@ def _fold(builder: Any, vector: Any, combine: Any) -> Any:
     return builder.extract_element(vector, I32(0))
 
 
-def _unary(builder: Any, name: str, x: Any) -> Any:
-    kind = ir.FunctionType(x.type, [x.type])
-    suffix = f"v{x.type.count}f32" if isinstance(x.type, ir.VectorType) else "f32"
-    return builder.call(
-        cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.{suffix}"), [x]
-    )
-
-
 def _load_32(builder: Any, pointer: Any, is_short: bool, remaining: Any) -> list[Any]:
     """Load 32 values as two vectors of f32; those at or past `remaining` are 0."""
     halves = []
@@ -98,13 +98,13 @@ def _quantize_32(builder: Any, halves: list[Any]) -> tuple[list[Any], Any, Any]:
     def larger(a: Any, b: Any) -> Any:
         return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
-    amax = _fold(builder, larger(*[_unary(builder, "fabs", h) for h in halves]), larger)
+    amax = _fold(builder, larger(*[unary(builder, "fabs", h) for h in halves]), larger)
     scale = builder.fdiv(amax, F32(127.0))
     inverse = builder.fdiv(F32(1.0), scale)
     inverse = builder.select(builder.fcmp_ordered(">", scale, F32(0.0)), inverse, F32(0.0))
     factors = splat(builder, inverse, 16)
     values = [
-        builder.fptosi(_unary(builder, "rint", builder.fmul(h, factors)), _vector(I32, 16))
+        builder.fptosi(unary(builder, "rint", builder.fmul(h, factors)), _vector(I32, 16))
         for h in halves
     ]
     total = _fold(builder, builder.add(*values), builder.add)
@@ -112,7 +112,7 @@ def _quantize_32(builder: Any, halves: list[Any]) -> tuple[list[Any], Any, Any]:
 
 
 @intrinsic
-def _quantize_block(typingctx, source, remaining, values, scale, correction):
+def _quantize_block(typingctx, source, remaining, values, scale):
     """Quantise 32 values of a row; those at or past `remaining` count as 0."""
 
     def codegen(context, builder, signature, args):
@@ -123,11 +123,11 @@ def _quantize_block(typingctx, source, remaining, values, scale, correction):
             short = builder.trunc(vector, _vector(I8, 16))
             builder.store(short, as_pointer(builder, target, short.type), 1)
         builder.store(factor, as_pointer(builder, args[3], F32), 4)
-        builder.store(builder.mul(total, I32(-128)), as_pointer(builder, args[4], I32), 4)
+        correction = as_pointer(builder, offset(builder, args[3], I64(4)), I32)
+        builder.store(builder.mul(total, I32(-128)), correction, 4)
         return context.get_dummy_value()
 
-    signature = types.void(source, types.int64, U8_POINTER, U8_POINTER, U8_POINTER)
-    return signature, codegen
+    return types.void(source, types.int64, U8_POINTER, U8_POINTER), codegen
 
 
 @njit
@@ -137,34 +137,12 @@ def quantize_blocks(source, length, first, num_blocks, padded, record):
     `length`: values that `source` has; `padded`: the row's length, a multiple of 64.
     """
     scales = advance(record, padded)
-    corrections = advance(scales, padded // BLOCK * 4)
     for i in range(num_blocks):
         block = first + i
         _quantize_block(
             advance(source, i * BLOCK), length - i * BLOCK, advance(record, block * BLOCK),
-            advance(scales, 4 * block), advance(corrections, 4 * block),
+            advance(scales, 8 * block),
         )  # fmt: skip
-
-
-@intrinsic
-def pack_column_block(typingctx, source, remaining, out, scale_out):
-    """Quantise 32 values of a weight's row into every 64th place of four bytes, plus 128."""
-
-    def codegen(context, builder, signature, args):
-        halves = _load_32(builder, args[0], is_bf16(source), args[1])
-        quantized, factor, _ = _quantize_32(builder, halves)
-        for half, vector in enumerate(quantized):
-            biased = builder.add(vector, ir.Constant(vector.type, [128] * 16))
-            short = builder.trunc(biased, _vector(I8, 16))
-            words = builder.bitcast(short, _vector(I32, 4))
-            for i in range(4):
-                place = offset(builder, args[2], I64((4 * half + i) * 64))
-                word = builder.extract_element(words, I32(i))
-                builder.store(word, as_pointer(builder, place, I32), 1)
-        builder.store(builder.fptrunc(factor, _F16), as_pointer(builder, args[3], _F16), 1)
-        return context.get_dummy_value()
-
-    return types.void(source, types.int64, U8_POINTER, U8_POINTER), codegen
 
 
 def _dot_bytes(builder: Any, acc: Any, weights: Any, values: Any) -> Any:
@@ -189,30 +167,44 @@ def _dot_bytes(builder: Any, acc: Any, weights: Any, values: Any) -> Any:
     return builder.add(acc, builder.add(even, odd))
 
 
+def at(builder: Any, pointer: Any, index: Any, kind: Any) -> Any:
+    """Load a value of some type from `index` bytes behind a pointer."""
+    return builder.load(as_pointer(builder, offset(builder, pointer, index), kind), "", 1)
+
+
+def scales_of_columns(builder: Any, panel: Any, step: Any, half: int) -> Any:
+    """Return the scales of 16 columns for 32 of the 64 values of a step, as f32."""
+    place = builder.add(builder.mul(step, I64(STEP_BYTES)), I64(GROUP * (STEP + 2 * half)))
+    return builder.fpext(at(builder, panel, place, _vector(_F16, GROUP)), _vector(F32, GROUP))
+
+
+def add_scaled(builder: Any, slot: Any, total: Any, weight_scale: Any, row_scale: Any) -> None:
+    """Add 16 exact sums, scaled, to those in a slot; the one order of rounding there is."""
+    factor = builder.fmul(weight_scale, splat(builder, row_scale, GROUP))
+    product = builder.sitofp(total, _vector(F32, GROUP))
+    builder.store(fma(builder, product, factor, builder.load(slot)), slot)
+
+
+def prefetch_ahead(builder: Any, panel: Any, place: Any, ahead_bytes: int) -> None:
+    """Ask for a line of a weight that will be wanted soon."""
+    prefetch(builder, offset(builder, panel, builder.add(place, I64(ahead_bytes))))
+
+
 @intrinsic(prefer_literal=True)
-def _int8_block(
-    typingctx, num_rows, num_groups, x, x_stride, ids, first, w, w_stride, length, sums
-):
+def _int8_block(typingctx, num_rows, num_groups, x, x_stride, w, w_stride, length, sums):
     """Set sums[r, c] for a few rows and groups, `[rows, 64]` f32.
 
     num_rows, num_groups  literal ints
     x, x_stride           records and the bytes between them
-    ids                   pointer to int64: row r is record ids[first + r]; or None: first + r
     length                the rows' length, a multiple of 64
     """
     rows, groups = num_rows.literal_value, num_groups.literal_value
     singles, integers = _vector(F32, GROUP), _vector(I32, GROUP)
-    has_ids = not isinstance(ids, types.NoneType)
 
     def codegen(context, builder, signature, args):
-        _, _, x_ptr, x_step, ids_ptr, first_row, w_ptr, w_step, length_value, out_ptr = args
-        places = [builder.add(first_row, I64(r)) for r in range(rows)]
-        if has_ids:
-            places = [builder.load(offset(builder, ids_ptr, place)) for place in places]
-        records = [offset(builder, x_ptr, builder.mul(place, x_step)) for place in places]
+        _, _, x_ptr, x_step, w_ptr, w_step, length_value, out_ptr = args
+        records = [offset(builder, x_ptr, builder.mul(I64(r), x_step)) for r in range(rows)]
         scales = [offset(builder, record, length_value) for record in records]
-        blocks = builder.lshr(length_value, I64(5))
-        corrections = [offset(builder, s, builder.shl(blocks, I64(2))) for s in scales]
         panels = [offset(builder, w_ptr, builder.mul(I64(g), w_step)) for g in range(groups)]
         slots = [
             [cgutils.alloca_once_value(builder, ir.Constant(singles, None)) for _ in panels]
@@ -220,40 +212,32 @@ def _int8_block(
         ]
         num_steps = builder.lshr(length_value, I64(6))
 
-        def at(pointer: Any, index: Any, kind: Any) -> Any:
-            return builder.load(as_pointer(builder, offset(builder, pointer, index), kind), "", 1)
-
         def block(step: Any, half: int) -> None:
             start = builder.add(builder.mul(step, I64(STEP_BYTES)), I64(half * 512))
             number = builder.add(builder.shl(step, I64(1)), I64(half))
-            wide = builder.shl(number, I64(2))
+            pair = builder.shl(number, I64(3))
             totals = []
-            for correction in corrections:
-                value = splat(builder, at(correction, wide, I32), GROUP)
-                totals.append([value] * groups)
+            for scale in scales:
+                correction = at(builder, scale, builder.add(pair, I64(4)), I32)
+                totals.append([splat(builder, correction, GROUP)] * groups)
             for j in range(8):
                 place = builder.add(start, I64(64 * j))
                 weights = []
                 for panel in panels:
-                    weights.append(at(panel, place, integers))
-                    ahead = builder.add(place, I64(_AHEAD_BYTES))
-                    prefetch(builder, offset(builder, panel, ahead))
+                    weights.append(at(builder, panel, place, integers))
+                    prefetch_ahead(builder, panel, place, _AHEAD_BYTES)
                 for r, record in enumerate(records):
                     index = builder.add(builder.shl(number, I64(5)), I64(4 * j))
-                    values = splat(builder, at(record, index, I32), GROUP)
+                    values = splat(builder, at(builder, record, index, I32), GROUP)
                     totals[r] = [
                         _dot_bytes(builder, total, weight, values)
                         for total, weight in zip(totals[r], weights, strict=True)
                     ]
-            scale_at = builder.add(builder.mul(step, I64(STEP_BYTES)), I64(1024 + half * 2 * GROUP))
             for g, panel in enumerate(panels):
-                weight_scale = builder.fpext(at(panel, scale_at, _vector(_F16, GROUP)), singles)
+                weight_scale = scales_of_columns(builder, panel, step, half)
                 for r, scale in enumerate(scales):
-                    factor = splat(builder, at(scale, wide, F32), GROUP)
-                    product = builder.sitofp(totals[r][g], singles)
-                    slot = slots[r][g]
-                    scaled = builder.fmul(weight_scale, factor)
-                    builder.store(fma(builder, product, scaled, builder.load(slot)), slot)
+                    row_scale = at(builder, scale, pair, F32)
+                    add_scaled(builder, slots[r][g], totals[r][g], weight_scale, row_scale)
 
         with cgutils.for_range(builder, num_steps) as loop:
             for half in range(2):
@@ -265,29 +249,29 @@ def _int8_block(
         return context.get_dummy_value()
 
     signature = types.void(
-        num_rows, num_groups, x, types.int64, ids, types.int64, w, types.int64, types.int64,
-        F32_POINTER,
-    )  # fmt: skip
+        num_rows, num_groups, x, types.int64, w, types.int64, types.int64, F32_POINTER
+    )
     return signature, codegen
 
 
 @njit
-def multiply_bytes(x, x_stride, ids, first, num_rows, w, w_stride, num_groups, length, sums):
+def multiply_by_vectors(x, x_stride, num_rows, w, w_stride, num_groups, length, sums):
     """Set sums[r, c] for up to 16 quantised rows and 4 groups of columns."""
     keep_apart()
     r = 0
     if num_groups == BLOCK_GROUPS:
         while r + 3 <= num_rows:
-            target = advance(sums, r * BLOCK_COLUMNS)
-            _int8_block(3, 4, x, x_stride, ids, first + r, w, w_stride, length, target)
+            row, target = advance(x, r * x_stride), advance(sums, r * BLOCK_COLUMNS)
+            _int8_block(3, 4, row, x_stride, w, w_stride, length, target)
             r += 3
-        while r < num_rows:
-            target = advance(sums, r * BLOCK_COLUMNS)
-            _int8_block(1, 4, x, x_stride, ids, first + r, w, w_stride, length, target)
-            r += 1
+        row, target = advance(x, r * x_stride), advance(sums, r * BLOCK_COLUMNS)
+        if r + 2 == num_rows:
+            _int8_block(2, 4, row, x_stride, w, w_stride, length, target)
+        elif r < num_rows:
+            _int8_block(1, 4, row, x_stride, w, w_stride, length, target)
         return
     for g in range(num_groups):
         panel = advance(w, g * w_stride)
-        for row in range(num_rows):
-            target = advance(sums, row * BLOCK_COLUMNS + g * GROUP)
-            _int8_block(1, 1, x, x_stride, ids, first + row, panel, w_stride, length, target)
+        for r in range(num_rows):
+            row, target = advance(x, r * x_stride), advance(sums, r * BLOCK_COLUMNS + g * GROUP)
+            _int8_block(1, 1, row, x_stride, panel, w_stride, length, target)

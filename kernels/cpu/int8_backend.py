@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from whalepod.kernels.cpu import int8_regions
-from whalepod.kernels.cpu.backend import CpuKernels, aligned
+from whalepod.kernels.cpu import int8_packing, int8_regions, int8_tiles
+from whalepod.kernels.cpu.backend import CpuKernels
 from whalepod.kernels.cpu.int8 import STEP, STEP_BYTES, record_bytes
+from whalepod.kernels.cpu.operations import NEVER, aligned
 from whalepod.kernels.cpu.packed import PackedExperts, PackedLinear
 from whalepod.kernels.cpu.panels import BLOCK_GROUPS, GROUP
 
@@ -17,12 +18,13 @@ from whalepod.kernels.cpu.panels import BLOCK_GROUPS, GROUP
 class Int8CpuKernels(CpuKernels):
     """`Kernels` on a CPU with int8 weights: projections, experts, heads of attention and the head.
 
-    Embeddings, norms and the router keep their dtype. A row's bits never depend on other rows.
+    Embeddings, norms, the router and sensitive projections keep their dtype. A row's bits never
+    depend on other rows.
     """
 
-    packed_layout = "int8-1"
+    packed_layout = "int8-2"
     REGIONS = (
-        *CpuKernels.REGIONS, int8_regions.PACK_INT8, int8_regions.LINEAR_INT8,
+        *CpuKernels.REGIONS, int8_packing.PACK_INT8, int8_regions.LINEAR_INT8,
         int8_regions.EXPERTS_INT8,
     )  # fmt: skip
 
@@ -37,10 +39,15 @@ class Int8CpuKernels(CpuKernels):
             num_threads=num_threads, is_invariant=is_invariant, code_folder=code_folder
         )
         self.name = f"{self.name}, int8"
+        self._int8_tile_rows = int8_tiles.MIN_ROWS if self._has_tiles else NEVER
+        # what is not rounded, too, has the same bits beside any number of rows
+        self._tile_rows = 1 if self._has_tiles else NEVER
 
     # -- packing -------------------------------------------------------------------------------
 
-    def pack_linear(self, weight_NK: Tensor) -> PackedLinear:
+    def pack_linear(self, weight_NK: Tensor, is_sensitive: bool = False) -> PackedLinear:
+        if is_sensitive:
+            return super().pack_linear(weight_NK)
         return self._pack(weight_NK.unsqueeze(0))
 
     def pack_heads(self, weight_NAB: Tensor) -> PackedLinear:
@@ -67,7 +74,7 @@ class Int8CpuKernels(CpuKernels):
         weight_LNK = self._dense(weight_LNK)
         num_weights, num_columns, length = weight_LNK.shape
         self._run(
-            int8_regions.PACK_INT8, weight_LNK.dtype, num_weights * panels.shape[1], num_weights,
+            int8_packing.PACK_INT8, weight_LNK.dtype, num_weights * panels.shape[1], num_weights,
             num_columns, length, weight_LNK.data_ptr(), weight_LNK.stride(0),
             weight_LNK.stride(1), panels.data_ptr(), panels.stride(0), panels.stride(1),
         )  # fmt: skip
@@ -75,6 +82,9 @@ class Int8CpuKernels(CpuKernels):
     # -- products ------------------------------------------------------------------------------
 
     def _linear(self, x_TLK: Tensor, weight: PackedLinear, out_TLN: Tensor) -> None:
+        if weight.dtype != torch.uint8:
+            super()._linear(x_TLK, weight, out_TLN)
+            return
         if not out_TLN.numel():
             return
         x_TLK = self._dense(x_TLK)
@@ -87,7 +97,7 @@ class Int8CpuKernels(CpuKernels):
             x_TLK.data_ptr(), x_TLK.stride(0), x_TLK.stride(1), weight.address,
             weight.weight_stride, weight.group_stride, out_TLN.data_ptr(), out_TLN.stride(0),
             out_TLN.stride(1), out_TLN.dtype == torch.float32,
-            self._borrow(num_rows * num_heads * stride), stride,
+            self._borrow(num_rows * num_heads * stride), stride, self._int8_tile_rows,
         )  # fmt: skip
 
     def _experts(
@@ -123,7 +133,8 @@ class Int8CpuKernels(CpuKernels):
         stride = aligned(record_bytes(packed.hidden))
         inner_stride = aligned(record_bytes(packed.inner))
         records = aligned(8 * (2 * num_pairs + 3 * packed.num_experts + 4))
-        inners = records + num_tokens * stride
+        in_order = records + num_tokens * stride
+        inners = in_order + num_pairs * stride * (num_tokens > 1 and addresses[0] != 0)
         y = inners + num_pairs * inner_stride
         # a block of 16 rows may end behind the last pair
         per_thread = num_pairs + 16
@@ -134,8 +145,8 @@ class Int8CpuKernels(CpuKernels):
             gate_up.weight_stride, gate_up.group_stride, gate_up.num_groups, down.address,
             down.weight_stride, down.group_stride, down.num_groups, x_TH.data_ptr(), *addresses,
             out_TH.data_ptr(), 0 if add_to_TH is None else add_to_TH.data_ptr(), scratch,
-            scratch + records, stride, scratch + inners, inner_stride, scratch + y,
-            out_dtype == torch.float32,
+            scratch + records, stride, scratch + in_order, scratch + inners, inner_stride,
+            scratch + y, out_dtype == torch.float32, self._int8_tile_rows,
         )  # fmt: skip
         return out_TH
 

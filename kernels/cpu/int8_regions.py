@@ -1,23 +1,16 @@
-"""The regions of a model whose weights are int8: pack, linear layers, gated MLPs and experts."""
+"""The regions of a model whose weights are int8: linear layers, gated MLPs and experts."""
 
 from __future__ import annotations
 
 from numba import njit
 
-from whalepod.kernels.cpu.experts import combine_tokens, group_by_expert
+from whalepod.kernels.cpu.experts import combine_tokens, gather_rows, group_by_expert
 from whalepod.kernels.cpu.exponentials import gate_group, store_sums
-from whalepod.kernels.cpu.int8 import (
-    BLOCK,
-    STEP,
-    STEP_BYTES,
-    multiply_bytes,
-    pack_column_block,
-    quantize_blocks,
-)
+from whalepod.kernels.cpu.int8 import BLOCK, BLOCK_ROWS, STEP, quantize_blocks
+from whalepod.kernels.cpu.int8_tiles import multiply_bytes
 from whalepod.kernels.cpu.panels import (
     BLOCK_COLUMNS,
     BLOCK_GROUPS,
-    BLOCK_ROWS,
     GROUP,
     block_of_sums,
 )
@@ -40,44 +33,12 @@ ROW_BLOCK = 256
 """Rows that an item multiplies."""
 
 
-def _pack_region(block):
-    """Arguments: matrices, rows N and length K of each, source (model dtype) and its strides of
-    matrices and rows, out and its strides of matrices and groups in bytes.
-    """
-    num_matrices, num_rows, length = argument(block, 0), argument(block, 1), argument(block, 2)
-    source = pointer_like(block, argument(block, 3))
-    matrix_stride, row_stride = argument(block, 4), argument(block, 5)
-    out, out_stride, group_stride = (
-        u8_pointer(argument(block, 6)),
-        argument(block, 7),
-        argument(block, 8),
-    )
-    num_groups, num_steps = -(-num_rows // GROUP), -(-length // STEP)
-    while True:
-        item = take(block, 0)
-        if item >= num_matrices * num_groups:
-            return
-        matrix, group = item // num_groups, item % num_groups
-        target = advance(out, matrix * out_stride + group * group_stride)
-        for r in range(GROUP):
-            row = group * GROUP + r
-            is_real = row < num_rows
-            values = advance(source, matrix * matrix_stride + (row if is_real else 0) * row_stride)
-            for i in range(2 * num_steps):
-                step = advance(target, i // 2 * STEP_BYTES)
-                pack_column_block(
-                    advance(values, i * BLOCK), length - i * BLOCK if is_real else 0,
-                    advance(step, i % 2 * 512 + 4 * r),
-                    advance(step, GROUP * STEP + (i % 2 * GROUP + r) * 2),
-                )  # fmt: skip
-
-
 def _linear_region(block):
     """out[T, L, N] = x[T, L, K] w[L, N, K], in the model dtype or f32.
 
     Arguments: L, T, N, K, groups, groups per item, x, its strides of T and L, w, its strides of L
     and of groups, out, its strides of T and L, whether out is f32, records of rows [L, T] and the
-    bytes of one.
+    bytes of one, tile rows.
     """
     num_heads, num_rows, num_columns = argument(block, 0), argument(block, 1), argument(block, 2)
     length, num_groups, groups_per_item = argument(block, 3), argument(block, 4), argument(block, 5)
@@ -87,6 +48,7 @@ def _linear_region(block):
     out_address, out_row_stride = argument(block, 12), argument(block, 13)
     out_head_stride, is_f32 = argument(block, 14), argument(block, 15) != 0
     records, record_stride = u8_pointer(argument(block, 16)), argument(block, 17)
+    tile_rows = argument(block, 18)
     padded = -(-length // STEP) * STEP
     num_items = -(-num_heads * num_rows // ROWS_PER_ITEM)
     while True:
@@ -117,9 +79,10 @@ def _linear_region(block):
             count = min(BLOCK_COLUMNS, num_columns - column)
             for row in range(first_row, min(first_row + ROW_BLOCK, num_rows), BLOCK_ROWS):
                 rows = min(BLOCK_ROWS, num_rows - row)
+                place = (head * num_rows + row) * record_stride
                 multiply_bytes(
-                    records, record_stride, None, head * num_rows + row, rows, panel, group_stride,
-                    groups, padded, sums,
+                    advance(records, place), record_stride, rows, panel, group_stride, groups,
+                    padded, tile_rows, sums,
                 )  # fmt: skip
                 for r in range(rows):
                     place, source = (row + r) * out_row_stride, advance(sums, r * BLOCK_COLUMNS)
@@ -144,14 +107,13 @@ def _everything(num_tokens, places, rows, active):
 
 
 @njit
-def _gate_up(records, record_stride, ids, first, count, w, w_stride, num_groups, padded, sums,
-             gated, inner_block, inner_padded, out, out_stride):  # fmt: skip
-    """Quantise silu(gate) * up of 32 inner features of the rows first .. first + count."""
-    for row in range(first, first + count, BLOCK_ROWS):
-        rows = min(BLOCK_ROWS, first + count - row)
-        multiply_bytes(
-            records, record_stride, ids, row, rows, w, w_stride, num_groups, padded, sums
-        )
+def _gate_up(records, stride, num_rows, w, w_stride, num_groups, padded, tile_rows, sums, gated,
+             inner_block, inner_padded, out, out_stride):  # fmt: skip
+    """Quantise silu(gate) * up of 32 inner features of some rows."""
+    for row in range(0, num_rows, BLOCK_ROWS):
+        rows = min(BLOCK_ROWS, num_rows - row)
+        source = advance(records, row * stride)
+        multiply_bytes(source, stride, rows, w, w_stride, num_groups, padded, tile_rows, sums)
         for r in range(rows):
             source, pairs = advance(sums, r * BLOCK_COLUMNS), num_groups // 2
             for pair in range(pairs):
@@ -165,8 +127,9 @@ def _gate_up(records, record_stride, ids, first, count, w, w_stride, num_groups,
 def _experts_region(block):
     """Arguments: T, K, E, H, I; gate and up: address, strides of E and of groups, groups; down: the
     same; x, ids (0: one MLP for all), weights, out, what is added (0: nothing), and scratch:
-    integers [2 T K + 3 E + 4], records [T] and the bytes of one, records [T K] of the inner
-    features and the bytes of one, y f32 [T K, 64] for each thread; whether out is f32 (experts).
+    integers [2 T K + 3 E + 4], records [T] and the bytes of one, records of sorted pairs [T K]
+    (unused for one token or one MLP), records [T K] of the inner features and the bytes of one, y
+    f32 [T K, 64] for each thread; whether out is f32 (experts), tile rows.
     """
     num_tokens, top_k, num_experts = argument(block, 0), argument(block, 1), argument(block, 2)
     hidden, inner = argument(block, 3), argument(block, 4)
@@ -178,9 +141,11 @@ def _experts_region(block):
     weights, out_address = f32_pointer(argument(block, 15)), argument(block, 16)
     added_address, places = argument(block, 17), i64_pointer(argument(block, 18))
     records, record_stride = u8_pointer(argument(block, 19)), argument(block, 20)
-    inners, inner_stride = u8_pointer(argument(block, 21)), argument(block, 22)
-    num_pairs = num_tokens * top_k
-    y = f32_pointer(argument(block, 23) + take(block, 4) * num_pairs * BLOCK_COLUMNS * 4)
+    sorted_address, inners, inner_stride = (
+        argument(block, 21), u8_pointer(argument(block, 22)), argument(block, 23),
+    )  # fmt: skip
+    num_pairs, tile_rows = num_tokens * top_k, argument(block, 26)
+    y = f32_pointer(argument(block, 24) + take(block, 5) * num_pairs * BLOCK_COLUMNS * 4)
     rows = advance(places, num_pairs)
     num_active_slot = advance(rows, num_pairs)
     active = advance(num_active_slot, 1)
@@ -208,25 +173,33 @@ def _experts_region(block):
     wait_for(block, 0, num_items)
     num_active = load(num_active_slot, 0)
 
+    stride = record_stride
+    if num_tokens == 1:
+        stride = 0
+    elif ids_address != 0:
+        num_sorted, source = load(active, 2 * num_active + 1), f32_pointer(argument(block, 19))
+        gather_rows(block, 1, rows, num_sorted, source, stride // 4, f32_pointer(sorted_address))
+        records = u8_pointer(sorted_address)
+
     # 32 inner features are one scale; a step of 64 may end with a block of zeros
     per_expert = inner_padded // BLOCK
     while True:
-        item = take(block, 1)
+        item = take(block, 2)
         if item >= num_active * per_expert:
             break
         which, group = item // per_expert, item % per_expert * BLOCK_GROUPS
         expert, start = load(active, 2 * which), load(active, 2 * which + 1)
         _gate_up(
-            records, record_stride, rows, start, load(active, 2 * which + 3) - start,
+            advance(records, start * stride), stride, load(active, 2 * which + 3) - start,
             advance(gate_up, expert * gate_up_stride + group * gate_up_step), gate_up_step,
-            max(0, min(BLOCK_GROUPS, gate_up_groups - group)), padded, sums, gated,
-            item % per_expert, inner_padded, inners, inner_stride,
+            max(0, min(BLOCK_GROUPS, gate_up_groups - group)), padded, tile_rows, sums, gated,
+            item % per_expert, inner_padded, advance(inners, start * inner_stride), inner_stride,
         )  # fmt: skip
-        finish(block, 1)
-    wait_for(block, 1, num_active * per_expert)
+        finish(block, 2)
+    wait_for(block, 2, num_active * per_expert)
 
     while True:
-        group = take(block, 2) * BLOCK_GROUPS
+        group = take(block, 3) * BLOCK_GROUPS
         if group >= down_groups:
             return
         groups, column = min(BLOCK_GROUPS, down_groups - group), group * GROUP
@@ -236,14 +209,15 @@ def _experts_region(block):
             panel = advance(down, expert * down_stride + group * down_step)
             for row in range(start, end, BLOCK_ROWS):
                 multiply_bytes(
-                    inners, inner_stride, None, row, min(BLOCK_ROWS, end - row), panel, down_step,
-                    groups, inner_padded, advance(y, row * BLOCK_COLUMNS),
+                    advance(inners, row * inner_stride), inner_stride, min(BLOCK_ROWS, end - row),
+                    panel, down_step, groups, inner_padded, tile_rows,
+                    advance(y, row * BLOCK_COLUMNS),
                 )  # fmt: skip
         count = min(BLOCK_COLUMNS, hidden - column)
         if ids_address != 0:
             combine_tokens(
                 num_tokens, weights, places, top_k, y, count, block, out_address, hidden, column,
-                argument(block, 24) != 0,
+                argument(block, 25) != 0,
             )  # fmt: skip
             continue
         out = pointer_like(block, out_address)
@@ -255,6 +229,5 @@ def _experts_region(block):
                 add_row(advance(added, token * hidden + column), count, target)
 
 
-PACK_INT8 = Region(_pack_region, "9q")
-LINEAR_INT8 = Region(_linear_region, "18q")
-EXPERTS_INT8 = Region(_experts_region, "25q")
+LINEAR_INT8 = Region(_linear_region, "19q")
+EXPERTS_INT8 = Region(_experts_region, "27q")

@@ -1,4 +1,4 @@
-"""Products of rows with a packed weight: 16 rows by 64 columns at the most, in f32.
+"""Products of rows with a packed weight: any rows by 64 columns at the most, in f32.
 
 A weight lies in groups of 16 columns (`packed.py`). Each vector of a group holds 16 columns at one
 k (f32) or two neighbouring k (bfloat16), and is multiplied with one value or pair of a row in all
@@ -37,8 +37,8 @@ GROUP = 16
 
 BLOCK_GROUPS = 4
 BLOCK_COLUMNS = BLOCK_GROUPS * GROUP
-BLOCK_ROWS = 16
-"""The sums that one call leaves behind: `[16, 64]` f32."""
+BLOCK_ROWS = 128
+"""Rows of one call, whose sums are `[128, 64]` f32."""
 
 _WIDE = num_lanes() == 16
 """Whether there are 32 vector registers of 16 lanes."""
@@ -146,7 +146,7 @@ def _panel_block(typingctx, num_rows, num_groups, x, x_stride, w, w_stride, leng
 
 @intrinsic
 def block_of_sums(typingctx):
-    """Return f32 memory for `[16, 64]` sums on the stack of the calling function."""
+    """Return f32 memory for `[128, 64]` sums on the stack of the calling function."""
 
     def codegen(context, builder, signature, args):
         return cgutils.alloca_once(builder, F32, BLOCK_ROWS * BLOCK_COLUMNS)
@@ -191,7 +191,7 @@ def _narrow_rows(x, x_stride, num_rows, w, w_stride, num_groups, length, sums):
 
 @njit
 def multiply_block(x, x_stride, num_rows, w, w_stride, num_groups, length, tile_rows, sums):
-    """Set sums[r, c] = sum_k x[r, k] w[c, k], rows up to 16, groups up to 4 (c = 16 g + lane).
+    """Set sums[r, c] = sum_k x[r, k] w[c, k], groups up to 4 (c = 16 g + lane).
 
     From `tile_rows` rows on the matrix tiles do it, where the machine has them.
     """

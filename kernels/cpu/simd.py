@@ -147,6 +147,16 @@ def advance(typingctx, pointer, count):
 
 
 @intrinsic
+def address_of(typingctx, pointer):
+    """Return the address that a pointer holds."""
+
+    def codegen(context, builder, signature, args):
+        return builder.ptrtoint(args[0], I64)
+
+    return types.int64(pointer), codegen
+
+
+@intrinsic
 def keep_apart(typingctx):
     """Forbid that LLVM copies the calling function into its callers: compile time would explode."""
 

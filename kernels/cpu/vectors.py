@@ -82,6 +82,14 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [a, b, c])
 
 
+def unary(builder: Any, name: str, x: Any) -> Any:
+    """Call an LLVM intrinsic of one f32 or vector of f32, e.g. "fabs" or "rint"."""
+    kind = ir.FunctionType(x.type, [x.type])
+    suffix = f"v{x.type.count}f32" if isinstance(x.type, ir.VectorType) else "f32"
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.{suffix}")
+    return builder.call(function, [x])
+
+
 def rounded(builder: Any, a: Any) -> Any:
     """Return the vector as it is, and keep the compiler from fusing what made it with what follows.
 

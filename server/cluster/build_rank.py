@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -140,8 +140,7 @@ class RankBuilder:
         self._board.write(self._seat.rank, self._num_steps, "")
 
     def _write_progress(self, layer: str, operation: str) -> None:
-        text = f"{operation} of {layer}" if operation else ""
-        self._board.write(self._seat.rank, self._num_steps, text)
+        self._board.write(self._seat.rank, self._num_steps, _place_in_step(layer, operation))
 
     def _new_placement(
         self, config: ModelConfig, limits: SchedulerConfig, kernels: Kernels, dtype: torch.dtype
@@ -189,6 +188,11 @@ class RankBuilder:
         )
         self._comm = _Comm(Group(transport, is_gone=self._watch), heap, dispatcher)
         return dispatcher
+
+
+@lru_cache(maxsize=4096)
+def _place_in_step(layer: str, operation: str) -> str:
+    return f"{operation} of {layer}" if operation else ""
 
 
 def _connect(meeting: Meeting | None) -> GroupStore | None:

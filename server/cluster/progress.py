@@ -10,6 +10,7 @@ import os
 import struct
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 SLOT_BYTES = 256
@@ -52,8 +53,7 @@ class ProgressBoard:
 
     def write(self, rank: int, step: int, operation: str) -> None:
         """Note that `rank` begins an operation."""
-        text = operation.encode()[:_MAX_TEXT]
-        start = rank * SLOT_BYTES
+        text, start = _encode(operation), rank * SLOT_BYTES
         _HEAD.pack_into(self._map, start, time.monotonic_ns(), step, len(text))
         self._map[start + _HEAD.size : start + _HEAD.size + len(text)] = text
 
@@ -69,3 +69,9 @@ class ProgressBoard:
 
     def close(self) -> None:
         self._map.close()
+
+
+@lru_cache(maxsize=4096)
+def _encode(operation: str) -> bytes:
+    """Return the text of a slot. Each step has the same operations, five in each layer."""
+    return operation.encode()[:_MAX_TEXT]

@@ -169,7 +169,7 @@ class RankRouter:
             raise EngineLost(f"rank {number} did not answer ({where}): {error}") from error
 
     async def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput, None]:
-        """Yield outputs of all sequences until each has a finish reason.
+        """Yield outputs of all sequences until each has a finish reason or was aborted.
 
         A request goes to the rank with the most room. Before its first output it may move: to a
         rank with less to do, or away from one that is lost.
@@ -192,6 +192,11 @@ class RankRouter:
                 if has_begun or num_losses == MAX_TRIES:
                     raise EngineLost(f"rank {number} was lost: {error}") from error
 
+    def abort_answer(self, request_id: str, index: int) -> None:
+        """End one answer of a live request, on whichever rank it is."""
+        for rank in self._ranks:
+            rank.channel.abort_answer(request_id, index)
+
     async def _submit_to(
         self, number: int, request: Submit, is_movable: bool
     ) -> AsyncGenerator[SequenceOutput, None]:
@@ -213,7 +218,7 @@ class RankRouter:
         count = len(self._ranks)
         self._num_routed += 1
         order = [(self._num_routed + i) % count for i in range(count)]
-        alive = [n for n in order if self._ranks[n].lost is None]
+        alive = [n for n in order if not self._lost_reason(n)]
         if not alive:
             raise EngineLost("no rank is there: " + "; ".join(self._describe_lost()))
         num_tokens = expected_tokens(request)
@@ -226,7 +231,13 @@ class RankRouter:
         return min(alive, key=load)
 
     def _describe_lost(self) -> list[str]:
-        return [f"rank {n}: {rank.lost}" for n, rank in enumerate(self._ranks) if rank.lost]
+        reasons = [(n, self._lost_reason(n)) for n in range(len(self._ranks))]
+        return [f"rank {n}: {reason}" for n, reason in reasons if reason]
+
+    def _lost_reason(self, number: int) -> str | None:
+        """Say why a rank takes no request; its channel knows before the watch does."""
+        rank = self._ranks[number]
+        return rank.lost or rank.channel.failure
 
     # -- the watch ------------------------------------------------------------------------------
 
@@ -268,16 +279,22 @@ class RankRouter:
         """Ask ranks with a queue to give back requests that another one could begin at once."""
         idle = [r for r in self._ranks if r.lost is None and _has_room(r)]
         for rank in self._ranks:
-            if rank.lost is None and idle and rank.channel.stats.num_waiting and rank not in idle:
+            if rank.lost is None and idle and _num_queued(rank) and rank not in idle:
                 for request_id in list(rank.queued)[-MAX_MOVES_AT_ONCE * len(idle) :]:
                     rank.channel.withdraw(request_id)
+
+
+def _num_queued(rank: _Rank) -> int:
+    """Return how many wait for a slot; another rank would have to compile a grammar again."""
+    stats = rank.channel.stats
+    return stats.num_waiting - stats.num_compiling
 
 
 def _has_room(rank: _Rank) -> bool:
     stats = rank.channel.stats
     num_running = stats.num_running + len(rank.queued)
     has_tokens = rank.num_tokens + EXPECTED_TOKENS <= rank.capacity_tokens
-    return not stats.num_waiting and num_running < rank.channel.info.max_num_seqs and has_tokens
+    return not _num_queued(rank) and num_running < rank.channel.info.max_num_seqs and has_tokens
 
 
 def expected_tokens(request: Submit) -> int:

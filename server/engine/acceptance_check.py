@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, StepResult
@@ -83,10 +84,11 @@ def measure_acceptance(
         replace(limits, enable_prefix_caching=False, max_num_queued_reqs=len(prompts)),
         num_blocks=num_blocks,
         eos_token_ids=eos_token_ids,
+        block_tokens=BLOCK_TOKENS,
     )
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, seed=0)
     for number, prompt in enumerate(prompts):
-        if len(prompt) + MAX_TOKENS > min(limits.max_model_len, num_blocks * 64):
+        if len(prompt) + MAX_TOKENS > min(limits.max_model_len, num_blocks * BLOCK_TOKENS):
             continue
         request = Request(request_id=str(number), prompt_token_ids=prompt, params=params)
         scheduler.add(request)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from typing import BinaryIO
 
 from whalepod.mtp.depth import Depth, FixedDepth
@@ -15,11 +12,12 @@ from whalepod.scheduler.errors import RequestRejected
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
 from whalepod.scheduler.request import Request, Sequence as ScheduledSequence
 from whalepod.scheduler.scheduler import Scheduler
+from whalepod.server.engine.compiling import Compiling, CompilingRequests
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
-from whalepod.server.engine.intake import check_submit
+from whalepod.server.engine.intake import Intake
 from whalepod.server.engine.refusals import failure, rejected
 from whalepod.server.engine.runner import Runner, new_runner_sequence
-from whalepod.server.engine.scripted import Encode, Script
+from whalepod.server.engine.scripted import Script, ScriptedOutputs, TestHooks
 from whalepod.server.engine.speculation import step_record
 from whalepod.server.messages import (
     STATS_INTERVAL_US,
@@ -39,23 +37,9 @@ from whalepod.server.messages import (
     Withdraw,
     Withdrawn,
 )
-from whalepod.server.outputs import join_outputs
-from whalepod.server.structured.interface import Matcher
-
-MAX_COMPILING = 256
-"""Requests that wait for their grammars."""
-COMPILE_POLL_S = 0.01
-"""How long a loop without other work waits for a grammar before it looks at its messages."""
+from whalepod.server.structured.interface import GrammarError, Matcher
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestHooks:
-    """What the request key `test_steps` needs; an engine without it refuses the key."""
-
-    encode: Encode
-    eos_token_id: int
 
 
 class EngineCore:
@@ -92,13 +76,11 @@ class EngineCore:
         self.scheduler = scheduler
         self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
-        self._hooks = hooks
+        self._intake = Intake(info.vocab_size, hooks, seed)
         self._grammars = grammars
-        self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}
+        self._compiling = CompilingRequests()
         self._journal = journal
-        self._seeds = random.Random(seed)
-        self._scripts: dict[int, Script] = {}
-        self._held: dict[int, SequenceOutput] = {}
+        self._scripted = ScriptedOutputs()
         self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
         self._now_us = 0
         self._stats_due_us = 0
@@ -107,7 +89,7 @@ class EngineCore:
     def reseed(self, seed: str) -> None:
         """Start the generator of the seeds of requests that bring none: ranks must not draw the
         same ones."""
-        self._seeds = random.Random(seed)
+        self._intake.reseed(seed)
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +100,8 @@ class EngineCore:
         s = self.scheduler.stats()
         return Stats(
             num_running=s.num_running,
-            num_waiting=s.num_waiting,
+            num_waiting=len(self._compiling) + s.num_waiting,
+            num_compiling=len(self._compiling),
             num_free_blocks=s.num_free_blocks,
             num_cached_blocks=s.num_cached_blocks,
             num_owned_blocks=s.num_owned_blocks,
@@ -179,8 +162,8 @@ class EngineCore:
         match message:
             case Submit():
                 return self._submit(message)
-            case Abort(request_id=request_id):
-                return self._abort(request_id)
+            case Abort(request_id=request_id, index=index):
+                return self._abort(request_id, index)
             case Withdraw(request_id=request_id):
                 return self._withdraw(request_id)
             case Ping(nonce=nonce):
@@ -192,72 +175,56 @@ class EngineCore:
         return None
 
     def _submit(self, submit: Submit) -> Rejected | None:
-        """Admit a request, or keep it until its grammar is compiled."""
-        constraint = submit.params.constraint
-        if constraint is None:
-            return self._admit(submit, None)
-        if self._grammars is None:
-            return rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
-        if len(self._compiling) >= MAX_COMPILING:
-            return rejected(submit, "queue_full", f"{MAX_COMPILING} grammars wait to be compiled")
-        matcher = self._grammars.matcher(constraint)
-        if matcher.done():
-            return self._admit(submit, matcher)
-        self._compiling[submit.request_id] = (submit, matcher)
-        return None
+        """Queue a request, or keep it until its grammar is compiled.
 
-    def admit_compiled(self) -> list[SequenceOutput]:
-        """Admit the requests whose grammars are ready; return the failures of the others."""
-        ready = [item for item in self._compiling.values() if item[1].done()]
-        failures = []
-        for submit, matcher in ready:
-            del self._compiling[submit.request_id]
-            refusal = self._admit(submit, matcher)
-            if refusal is not None:
-                failures.append(failure(refusal))
-        return failures
-
-    def _admit(self, submit: Submit, compiled: Future[Matcher] | None) -> Rejected | None:
+        Whatever speaks against it is said here: later it has no refusal any more, only a failure.
+        """
         try:
-            matcher = None if compiled is None else compiled.result()
-            check_submit(submit, self.info.vocab_size)
-            script = self._new_script(submit.test_steps)
-            request = self._new_request(submit)
-            self._note_clock()
-            self.scheduler.add(request)
+            if submit.request_id in self._compiling:
+                raise ValueError(f"request id {submit.request_id!r} is in use already")
+            request, script = self._intake.take(submit)
+            self.scheduler.check_request(request, num_coming=len(self._compiling))
         except RequestRejected as error:
             return rejected(submit, error.code, error.message)
         except ValueError as error:
             return rejected(submit, "invalid_request", str(error))
+        constraint = submit.params.constraint
+        if constraint is None:
+            self._start(request, script, None)
+            return None
+        if self._grammars is None:
+            return rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
+        if self._compiling.is_full:
+            message = f"{len(self._compiling)} grammars wait to be compiled"
+            return rejected(submit, "queue_full", message)
+        matcher = self._grammars.matcher(constraint)
+        self._compiling.add(Compiling(request=request, script=script, matcher=matcher))
+        self._has_stats_to_tell = True
+        return None
+
+    def admit_compiled(self) -> list[SequenceOutput]:
+        """Queue the requests whose grammars are ready; return the failures of the others."""
+        failures = []
+        for compiling in self._compiling.take_ready():
+            try:
+                matcher = compiling.matcher.result()
+            except GrammarError as error:
+                failures.append(failure(compiling.request.request_id, str(error)))
+            else:
+                self._start(compiling.request, compiling.script, matcher)
+        return failures
+
+    def _start(self, request: Request, script: Script | None, matcher: Matcher | None) -> None:
+        self._note_clock()
+        self.scheduler.add(request)
         self._has_stats_to_tell = True
         self._live[request.request_id] = [s.sequence_id for s in request.sequences]
         for sequence in request.sequences:
             self._add_sequence(sequence, script, matcher)
-        return None
 
     def _note_clock(self) -> None:
         self._now_us = time.monotonic_ns() // 1000
         self.scheduler.note_clock(self._now_us)
-
-    def _new_request(self, submit: Submit) -> Request:
-        params = submit.params
-        if params.seed is None:  # fixed here, so that a resumed request goes on the same way
-            params = replace(params, seed=self._seeds.getrandbits(63))
-        return Request(
-            request_id=submit.request_id,
-            prompt_token_ids=submit.prompt_token_ids,
-            params=params,
-            num_sequences=submit.num_sequences,
-            priority=submit.priority,
-            cache_salt=submit.cache_salt,
-        )
-
-    def _new_script(self, test_steps: Sequence[str]) -> Script | None:
-        if not test_steps:
-            return None
-        if self._hooks is None:
-            raise ValueError("test_steps needs --enable-test-hooks")
-        return Script(test_steps, self._hooks.encode, self._hooks.eos_token_id)
 
     def _add_sequence(
         self, sequence: ScheduledSequence, script: Script | None, matcher: Matcher | None
@@ -275,17 +242,20 @@ class EngineCore:
         new = new_runner_sequence(sequence, eos_token_ids, script, grammar)
         self.runner.add(sequence.sequence_id, new)
         if script is not None:
-            self._scripts[sequence.sequence_id] = script
+            self._scripted.add(sequence.sequence_id, script)
 
-    def _abort(self, request_id: str) -> StepOutputs | None:
-        """Free a request; without a step to come, say here what the counters are now."""
+    def _abort(self, request_id: str, index: int | None = None) -> StepOutputs | None:
+        """Free a request, or one answer of a queued one; without a step to come, say here what the
+        counters are now."""
         self._has_stats_to_tell = True
-        self._compiling.pop(request_id, None)
-        was_alive = request_id in self._live
-        self.scheduler.cancel(request_id)
-        for sequence_id in self._live.pop(request_id, ()):
-            self._drop_sequence(sequence_id)
-        if self.has_work or not was_alive:
+        if index is None:
+            self._compiling.discard(request_id)
+        live = self._live.get(request_id, [])
+        ending = [s for s in live if index in (None, self.scheduler.owner(s)[1])]
+        self.scheduler.cancel(request_id, index)
+        for sequence_id in ending:
+            self._forget(request_id, sequence_id)
+        if self.has_work or not ending:
             return None
         return StepOutputs(outputs=(), stats=self.stats)
 
@@ -294,11 +264,6 @@ class EngineCore:
             return None
         self._abort(request_id)
         return Withdrawn(request_id=request_id)
-
-    def _drop_sequence(self, sequence_id: int) -> None:
-        self.runner.drop(sequence_id)
-        self._scripts.pop(sequence_id, None)
-        self._held.pop(sequence_id, None)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -310,7 +275,7 @@ class EngineCore:
 
     def _step(self) -> StepOutputs | None:
         if self._compiling and not self.scheduler.has_work:
-            wait([matcher for _, matcher in self._compiling.values()], timeout=COMPILE_POLL_S)
+            self._compiling.wait()
         outputs = self.admit_compiled()
         if not self.scheduler.has_work:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats)
@@ -330,6 +295,11 @@ class EngineCore:
         self._has_stats_to_tell = False
         self._stats_due_us = self._now_us + STATS_INTERVAL_US
         return self.stats
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their grammars or for their first admission."""
+        return len(self._compiling) + self.scheduler.num_queued_requests
 
     @property
     def num_compiling(self) -> int:
@@ -361,8 +331,8 @@ class EngineCore:
 
     def give_up(self, plan: Plan, error: Exception) -> list[SequenceOutput]:
         """End the requests of the step in flight with an error."""
-        message = f"the engine failed: {type(error).__name__}: {error}"
-        return self.finish(_failed_result(plan, message))
+        logger.error("step %d failed again: its requests end: %r", plan.step, error)
+        return self.finish(_failed_result(plan))
 
     def refuse_all(self, code: str, message: str) -> list[ToGateway]:
         """Drop every request and say why; none may be in a step."""
@@ -384,40 +354,34 @@ class EngineCore:
             return again, self.runner.run(again)
         except Exception:
             logger.exception("step %d failed again: its requests end", again.step)
-            return again, _failed_result(again, "the engine failed at this step; its log says why")
+            return again, _failed_result(again)
 
     def _message(self, output: Output) -> SequenceOutput | None:
         message = SequenceOutput._make(output[1:])
-        if output.sequence_id in self._scripts:
-            return self._hold(output, message)
+        is_scripted = output.sequence_id in self._scripted
+        whole = self._join_scripted(output, message) if is_scripted else message
         if output.finish_reason is not None:
-            self._end(output)
-        return message
+            self._forget(output.request_id, output.sequence_id)
+        return whole
 
-    def _hold(self, output: Output, message: SequenceOutput) -> SequenceOutput | None:
-        """Join the outputs of a scripted step; return them when its last token is there."""
-        sequence_id = output.sequence_id
-        held = self._held.pop(sequence_id, None)
-        if held is not None:
-            message = join_outputs(held, message)
+    def _join_scripted(self, output: Output, message: SequenceOutput) -> SequenceOutput | None:
         if output.finish_reason is not None:
-            self._end(output)
-            return message
-        num_generated = self.scheduler.sequence(sequence_id).num_generated
-        if self._scripts[sequence_id].ends_step(num_generated):
-            return message
-        self._held[sequence_id] = message
-        return None
+            return self._scripted.join(output.sequence_id, message)
+        num_generated = self.scheduler.sequence(output.sequence_id).num_generated
+        return self._scripted.join_step(output.sequence_id, message, num_generated)
 
-    def _end(self, output: Output) -> None:
-        self._drop_sequence(output.sequence_id)
-        live = self._live[output.request_id]
-        live.remove(output.sequence_id)
+    def _forget(self, request_id: str, sequence_id: int) -> None:
+        """Keep nothing of a sequence that ended."""
+        self.runner.drop(sequence_id)
+        self._scripted.drop(sequence_id)
+        live = self._live[request_id]
+        live.remove(sequence_id)
         if not live:
-            del self._live[output.request_id]
+            del self._live[request_id]
             self._has_stats_to_tell = True
 
 
-def _failed_result(plan: Plan, error: str) -> StepResult:
+def _failed_result(plan: Plan) -> StepResult:
+    error = "the engine failed at this step; its log says why"  # its own words are not for clients
     rows = tuple([RowResult(sequence_id=row.sequence_id, error=error) for row in plan.rows])
     return StepResult(step=plan.step, rows=rows)

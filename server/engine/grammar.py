@@ -14,6 +14,8 @@ from whalepod.scheduler.params import Constraint
 from whalepod.server.structured.interface import Compiler, GrammarError, Matcher
 
 MAX_CACHED_GRAMMARS = 256
+NOT_OPEN = -1
+"""The length of a reasoning that the model may still begin."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +46,21 @@ class GrammarState:
             self._before_V[list(constraint.banned_before)] = False
             if not constraint.is_optional:
                 self._before_V &= ~self._stops_V
-        self._num_before = 0
-        self._reasons = constraint.max_reasoning_tokens is not None
-        self._reasoning_end = constraint.reasoning_end
+        self._reasoning_start = constraint.reasoning_start
+        self._reasoning_ends = constraint.reasoning_ends
         self._max_reasoning = constraint.max_reasoning_tokens or 0
+        self._num_reasoning: int | None = None  # None: without a bound, or over
+        if constraint.max_reasoning_tokens is not None:
+            self._num_reasoning = 0 if constraint.reasoning_start is None else NOT_OPEN
         self._only_end_V = np.zeros(vocab_size, np.bool_)
-        if constraint.reasoning_end is not None:
-            self._only_end_V[constraint.reasoning_end] = True
+        self._only_end_V[list(constraint.reasoning_ends[:1])] = True
 
     def observe(self, start: int, token_ids: Sequence[int]) -> None:
         """Take the tokens of a row that starts at position `start`, each position once."""
         for token_id in token_ids[max(self._num_seen - start, 0) :]:
             if not self._has_begun:
                 self._has_begun = token_id == self._starts_after
-                self._reasons = self._reasons and token_id != self._reasoning_end
-                self._num_before += 1
+                self._num_reasoning = self._reasoning_with(self._num_reasoning, token_id)
             elif not self._stops_V[token_id] and not self._matcher.consume(token_id):
                 self._follows = False  # a test script wrote it: the sampler cannot
         self._num_seen = max(self._num_seen, start + len(token_ids))
@@ -72,12 +74,11 @@ class GrammarState:
         # a copy, not a rollback: llguidance 1.9 forgot states behind some rollbacks, and then
         # allowed `["color": ` in a list
         matcher = self._matcher.copy() if before else self._matcher
-        reasons, num_before = self._reasons, self._num_before
+        num_reasoning = self._num_reasoning
         for token_id in before:
             if not begun:
                 begun = token_id == self._starts_after
-                reasons = reasons and token_id != self._reasoning_end
-                num_before += 1
+                num_reasoning = self._reasoning_with(num_reasoning, token_id)
             elif self._stops_V[token_id]:
                 # with ignore_eos the text goes on behind it, and `observe` skips it, too
                 if not self._allowed_next(matcher)[token_id]:
@@ -88,8 +89,16 @@ class GrammarState:
             return None
         if begun:
             return self._allowed_next(matcher)
-        is_spent = reasons and num_before >= self._max_reasoning
+        is_spent = num_reasoning is not None and num_reasoning >= self._max_reasoning
         return self._only_end_V if is_spent else self._before_V
+
+    def _reasoning_with(self, num_tokens: int | None, token_id: int) -> int | None:
+        """Return the length of the reasoning with one more token of the text."""
+        if num_tokens is None or token_id in self._reasoning_ends:
+            return None
+        if num_tokens == NOT_OPEN:
+            return 0 if token_id == self._reasoning_start else NOT_OPEN
+        return num_tokens + 1
 
     def _allowed_next(self, matcher: Matcher) -> NDArray[np.bool_]:
         try:
@@ -112,13 +121,20 @@ class GrammarStore:
         """Return the grammar's matcher, to be copied, or a GrammarError, when it is ready."""
         key = (constraint.kind, constraint.grammar)
         if key not in self._matchers:
-            self._matchers[key] = self._thread.submit(
-                lambda: self._compiler.result().compile(constraint)
-            )
+            self._matchers[key] = self._thread.submit(self._compile, constraint)
         self._matchers.move_to_end(key)
         while len(self._matchers) > MAX_CACHED_GRAMMARS:
             self._matchers.popitem(last=False)
         return self._matchers[key]
+
+    def _compile(self, constraint: Constraint) -> Matcher:
+        try:
+            return self._compiler.result().compile(constraint)
+        except GrammarError:
+            raise
+        except Exception as error:  # it ends this request, not the engine
+            logger.exception("a grammar cannot be compiled")
+            raise GrammarError("the grammar compiler failed; the server's log says why") from error
 
     def close(self) -> None:
         """End the thread."""

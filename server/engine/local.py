@@ -13,6 +13,7 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.build import build_engine
 from whalepod.server.config import EngineConfig
+from whalepod.server.engine.compiling import MAX_COMPILING
 from whalepod.server.errors import RequestRejected
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Abort, Rejected, SequenceOutput, Submit
@@ -53,7 +54,7 @@ class Engine:
             source.model, source.revision, with_weights=source.load_format != "dummy"
         )
         self._tokenizer = TextTokenizer.from_folder(folder)
-        self._max_waiting = config.scheduler.max_num_queued_reqs
+        self._max_waiting = min(config.scheduler.max_num_queued_reqs, MAX_COMPILING)
         self._num_requests = 0
 
     def __enter__(self) -> Self:
@@ -105,7 +106,7 @@ class Engine:
         pending = deque(submits)
         try:
             while pending or self._core.has_work:
-                while pending and self._core.stats.num_waiting < self._max_waiting:
+                while pending and self._core.num_waiting < self._max_waiting:
                     self._submit(pending.popleft())
                 step = self._core.step()
                 for output in step.outputs if step is not None else ():

@@ -5,14 +5,10 @@ from __future__ import annotations
 from whalepod.server.messages import Rejected, SequenceOutput, Submit
 
 
-def failure(rejected: Rejected) -> SequenceOutput:
-    """Return a refusal of a request that was taken already."""
+def failure(request_id: str, error: str) -> SequenceOutput:
+    """Return the end of a request that was taken and cannot be run."""
     return SequenceOutput(
-        request_id=rejected.request_id,
-        index=0,
-        token_ids=(),
-        finish_reason="error",
-        error=rejected.message,
+        request_id=request_id, index=0, token_ids=(), finish_reason="error", error=error
     )
 
 

@@ -56,10 +56,11 @@ class _ExecutingScheduler(Scheduler):
             self._runner.add(sequence.sequence_id, new)
         self._sequence_ids[request.request_id] = [s.sequence_id for s in request.sequences]
 
-    def cancel(self, request_id: str) -> None:
-        super().cancel(request_id)
-        for sequence_id in self._sequence_ids.pop(request_id, ()):
-            self._runner.drop(sequence_id)
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        super().cancel(request_id, index)
+        for number, sequence_id in enumerate(self._sequence_ids.get(request_id, ())):
+            if index in (None, number):
+                self._runner.drop(sequence_id)
 
     def step(self, num_drafts: int = 0, max_tokens: int | None = None) -> Plan | None:
         self._plan = super().step(num_drafts, max_tokens)

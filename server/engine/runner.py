@@ -136,6 +136,11 @@ class Runner:
         """Whether anyone here guesses ahead."""
         return self._speculator is not None
 
+    @property
+    def draft_makers(self) -> tuple[str, ...]:
+        """Who guesses ahead: "mtp", "lookup"."""
+        return () if self._speculator is None else self._speculator.makers
+
     def add(self, sequence_id: int, sequence: RunnerSequence) -> None:
         """Take a sequence before its first row."""
         self._sequences[sequence_id] = sequence

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from whalepod.server.messages import SequenceOutput
+from whalepod.server.outputs import join_outputs
 
 RAISE = "!raise"
 """The piece that makes its step fail."""
 
 Encode = Callable[[str], Sequence[int]]
 """Text to token ids; a marker that is one vocabulary item becomes that token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestHooks:
+    """What the request key `test_steps` needs; an engine without it refuses the key."""
+
+    encode: Encode
+    eos_token_id: int
 
 
 class ScriptError(Exception):
@@ -43,3 +55,38 @@ class Script:
     def ends_step(self, num_generated: int) -> bool:
         """Say whether a step of the script ends after so many tokens."""
         return num_generated in self._step_ends or num_generated > len(self._token_ids)
+
+
+class ScriptedOutputs:
+    """Holds back what scripted sequences yield until a step of their script is whole."""
+
+    def __init__(self) -> None:
+        self._scripts: dict[int, Script] = {}
+        self._held: dict[int, SequenceOutput] = {}
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._scripts
+
+    def add(self, sequence_id: int, script: Script) -> None:
+        """Take a sequence before its first output."""
+        self._scripts[sequence_id] = script
+
+    def drop(self, sequence_id: int) -> None:
+        """Forget a sequence that ended."""
+        self._scripts.pop(sequence_id, None)
+        self._held.pop(sequence_id, None)
+
+    def join(self, sequence_id: int, output: SequenceOutput) -> SequenceOutput:
+        """Return an output behind those that were held back."""
+        held = self._held.pop(sequence_id, None)
+        return output if held is None else join_outputs(held, output)
+
+    def join_step(
+        self, sequence_id: int, output: SequenceOutput, num_generated: int
+    ) -> SequenceOutput | None:
+        """Return what a step of the script yielded if it ends after so many tokens, else None."""
+        output = self.join(sequence_id, output)
+        if self._scripts[sequence_id].ends_step(num_generated):
+            return output
+        self._held[sequence_id] = output
+        return None

@@ -77,7 +77,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_allow_origin,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )

@@ -22,7 +22,10 @@ def read_chat_template(folder: Path, override: Path | None = None) -> str | None
         config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     except (OSError, ValueError) as error:
         raise StartupError(f"the chat template cannot be read: {error}") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):  # of several, by name
-        template = {each["name"]: each["template"] for each in template}.get("default")
+    try:
+        template = config.get("chat_template")
+        if isinstance(template, list):  # of several, by name
+            template = {each["name"]: each["template"] for each in template}.get("default")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise StartupError(f"{file} is not what tokenizers write: {error!r}") from error
     return None if template is None else str(template)

@@ -33,6 +33,7 @@ class CompletionEncoder:
         self._tokenizer = tokenizer
         self._fields = header.fields("text_completion")
         self._announced: set[int] = set()
+        self._begun: set[int] = set()
 
     def frames(self, event: Event) -> bytes:
         match event:
@@ -65,9 +66,15 @@ class CompletionEncoder:
         }
 
     def _text_frame(self, event: TextDelta) -> bytes:
+        """One frame for what there is to say; that an answer has begun is said in any case.
+
+        The first token may be half a character, or the start of a stop string.
+        """
         options = self._options
-        if not event.text and not options.return_token_ids and options.num_top_logprobs is None:
+        shows_tokens = options.return_token_ids or options.num_top_logprobs is not None
+        if not event.text and not shows_tokens and event.index in self._begun:
             return b""
+        self._begun.add(event.index)
         new_ids = () if event.is_prompt else event.token_ids
         logprobs = self._logprobs(event.token_ids, event.logprobs, event.text_offsets)
         extra = self._token_ids(event.index, new_ids)

@@ -104,13 +104,25 @@ class Constraints:
         """
         constraint, param = self._of_answer(request, functions, choice, start)
         budget, family = thinking_budget(request), self._family
-        if budget is None or start != "reasoning" or not (family and family.reasoning_end):
+        if budget is None or start == "content" or not (family and family.reasoning_end):
             return constraint, param
-        end = self._reasoning_end(family)
+        if start == "open" and constraint is not None and constraint.starts_after is None:
+            return constraint, param  # its grammar begins at once and knows no reasoning
+        opening, end = None, self._marker_id(family.reasoning_end)
+        if start == "open" and family.reasoning_start is not None:
+            opening = self._marker_id(family.reasoning_start)
+        # parsers, too, take a call for the end of the reasoning
+        calls = self._tokenizer.ids_of(family.call_openers if choice.mode != "none" else ())
         if constraint is None:
             param = "thinking_token_budget"
             constraint = Constraint(kind="any", grammar="", starts_after=end, is_optional=True)
-        return replace(constraint, reasoning_end=end, max_reasoning_tokens=budget), param
+        bounded = replace(
+            constraint,
+            reasoning_start=opening,
+            reasoning_ends=(end, *sorted(calls)),
+            max_reasoning_tokens=budget,
+        )
+        return bounded, param
 
     def _of_answer(
         self, request: ChatRequest, functions: Functions, choice: ToolChoice, start: Start
@@ -208,16 +220,17 @@ class Constraints:
         family = self._family
         if family is None or family.reasoning_end is None or start != "reasoning":
             return constraint
-        end = self._reasoning_end(family)
-        banned = self._tokenizer.ids_of(family.markers) - {end} if choice.is_forced else ()
+        end = self._marker_id(family.reasoning_end)
+        acts = choice.mode != "none"  # a call there would end the reasoning without its tag
+        banned = self._tokenizer.ids_of(family.markers) - {end} if acts else ()
         return replace(constraint, starts_after=end, banned_before=tuple(sorted(banned)))
 
-    def _reasoning_end(self, family: Family) -> int:
-        end = self._tokenizer.ids_of([family.reasoning_end] if family.reasoning_end else [])
-        if not end:
-            message = f"{family.reasoning_end} is no token of this model: turn thinking off"
-            raise invalid("thinking", message)
-        return min(end)
+    def _marker_id(self, marker: str) -> int:
+        """Return the token of a marker around the reasoning."""
+        ids = self._tokenizer.ids_of([marker])
+        if not ids:
+            raise invalid("thinking", f"{marker} is no token of this model: turn thinking off")
+        return min(ids)
 
 
 def _or_calls(constraint: Constraint, calls: RuleSet) -> Constraint:

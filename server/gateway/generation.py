@@ -207,7 +207,6 @@ async def _generate_one(
     decoders = [ChoiceDecoder(run, i, tokenizer) for i in range(run.submit.num_sequences)]
     prompt_logprobs: list[TokenLogprob] = []  # all on the first sequence, before any token
     num_cached = 0
-    num_live = len(decoders)
     prompt_timer = timer.prompt(len(run.submit.prompt_token_ids))
     try:
         async with aclosing(upstream.submit(run.submit)) as outputs:
@@ -217,18 +216,20 @@ async def _generate_one(
                     num_cached = max(num_cached, output.num_cached_tokens)
                 prompt_logprobs += output.prompt_logprobs
                 decoder = decoders[output.index]
-                num_live -= output.finish_reason is not None
-                if decoder.done or not (output.token_ids or output.finish_reason):
-                    continue  # text after a stop string, or a chunk of the prompt
+                if not (output.token_ids or output.finish_reason):
+                    continue  # a chunk of the prompt
                 prompt_timer.output(output.index, len(output.token_ids), output.queue_us / 1e6)
                 if output.token_ids:
                     timer.token()
-                for event in decoder.push(output, prompt_logprobs):
+                events = list(decoder.push(output, prompt_logprobs))
+                if decoder.done and output.finish_reason is None:  # a stop string: free its slot
+                    upstream.abort_answer(run.submit.request_id, output.index)
+                for event in events:
                     if isinstance(event, Finished):
-                        prompt_timer.finished(output.index, output.finish_reason or "stop")
+                        # a stop string may lie in front of the limit that the engine saw
+                        reason = "length" if event.reason == "length" else "stop"
+                        prompt_timer.finished(output.index, reason)
                     yield event
-                if num_live and all(decoder.done for decoder in decoders):
-                    break  # all have their stop strings: closing aborts what still runs
         if not all(decoder.done for decoder in decoders):
             raise ApiError("engine_error", "the engine ended the answer without a reason")
     except Exception as error:  # a stream has begun: whatever fails must reach the client

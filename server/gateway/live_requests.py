@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from whalepod.server.gateway.api_errors import ApiError
 from whalepod.server.gateway.events import Event, Failed
+
+Result = TypeVar("Result")
 
 GENERATING_FOLDER = "/v1/"
 """POSTs below it are counted, and refused while the server drains."""
@@ -47,12 +50,18 @@ class LiveRequest:
             await events.aclose()
 
     async def _next(self, events: AsyncGenerator[Event, None]) -> Event | None:
+        return await self.within_limits(lambda: anext(events, None))
+
+    async def within_limits(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Return the result of `work`; ApiError when the request is interrupted or too late."""
         if self._error is not None:
             raise self._error
         try:
             async with asyncio.timeout_at(self._deadline_s) as self._wait:
-                return await anext(events, None)
+                return await work()
         except TimeoutError:
+            if self._wait is None or not self._wait.expired():
+                raise  # the work's own
             raise self._error or self._too_late() from None
         finally:
             self._wait = None

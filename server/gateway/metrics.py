@@ -63,7 +63,10 @@ def _gauges(stats: Stats) -> dict[str, tuple[str, float]]:
     used = stats.num_owned_blocks / stats.num_blocks if stats.num_blocks else 0.0
     return {
         "num_requests_running": ("Sequences that run.", stats.num_running),
-        "num_requests_waiting": ("Requests that wait for admission.", stats.num_waiting),
+        "num_requests_waiting": (
+            "Requests that wait for their grammars or for admission.",
+            stats.num_waiting,
+        ),
         "kv_cache_usage_perc": ("Share of KV blocks in use (1 is full).", used),
         "kv_cache_free_blocks": ("KV blocks that hold nothing.", stats.num_free_blocks),
         "kv_cache_cached_blocks": ("Unused KV blocks kept for reuse.", stats.num_cached_blocks),

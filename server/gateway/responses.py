@@ -11,14 +11,34 @@ import orjson
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from whalepod.server.gateway.api_errors import CLIENT_CLOSED_REQUEST
+from whalepod.server.gateway.api_errors import CLIENT_CLOSED_REQUEST, ApiError
 from whalepod.server.gateway.encoder import Encoder
 from whalepod.server.gateway.events import Event, Failed, fold
 from whalepod.server.gateway.gateway import gateway_of
+from whalepod.server.gateway.generation import PromptRun
 from whalepod.server.gateway.limits import START_WAIT_S
 from whalepod.server.gateway.live_requests import LiveRequest
 
 Result = TypeVar("Result")
+
+
+async def prepare(request: Request, make_runs: Callable[[], list[PromptRun]]) -> list[PromptRun]:
+    """Return the runs of a request, made on a thread, once their grammars are known to compile.
+
+    Raises ApiError when it is too late, interrupted, or nobody waits for it any more.
+    """
+    gateway, live = gateway_of(request), request.state.live
+    assert isinstance(live, LiveRequest), type(live)
+
+    async def checked() -> list[PromptRun]:
+        runs = await gateway.offload.run(make_runs)
+        await gateway.check_grammars(runs)
+        return runs
+
+    runs = await _unless_client_leaves(request.receive, live.within_limits(checked))
+    if runs is None:
+        raise ApiError("client_left", "the client left before its answer began")
+    return runs
 
 
 async def respond(

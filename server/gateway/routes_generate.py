@@ -14,7 +14,7 @@ from whalepod.server.gateway.gateway import gateway_of
 from whalepod.server.gateway.generation import PromptRun, generate
 from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.openapi import json_body
-from whalepod.server.gateway.responses import respond
+from whalepod.server.gateway.responses import prepare, respond
 from whalepod.server.gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 
 router = APIRouter()
@@ -28,8 +28,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_json(request, ChatRequest, gateway.config.max_body_bytes)
     header = gateway.header("chatcmpl", gateway.check_model(body.model))
     body = gateway.scripted(body, request.url.path)
-    runs = await gateway.offload.run(lambda: gateway.preparation.chat(body))
-    await gateway.check_grammars(runs)
+    runs = await prepare(request, lambda: gateway.preparation.chat(body))
     encoder = ChatEncoder(header, _options(body, runs), gateway.tokenizer)
     events = generate(gateway.upstream, runs, gateway.tokenizer, timer)
     return await respond(request, events, encoder, stream=bool(body.stream))
@@ -43,8 +42,7 @@ async def create_completion(request: Request) -> Response:
     body = await read_json(request, CompletionRequest, gateway.config.max_body_bytes)
     header = gateway.header("cmpl", gateway.check_model(body.model))
     body = gateway.scripted(body, request.url.path)
-    runs = await gateway.offload.run(lambda: gateway.preparation.completion(body))
-    await gateway.check_grammars(runs)
+    runs = await prepare(request, lambda: gateway.preparation.completion(body))
     encoder = CompletionEncoder(header, _options(body, runs), gateway.tokenizer)
     events = generate(gateway.upstream, runs, gateway.tokenizer, timer)
     return await respond(request, events, encoder, stream=bool(body.stream))

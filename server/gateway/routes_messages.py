@@ -15,7 +15,7 @@ from whalepod.server.gateway.generation import generate
 from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.openapi import json_body
 from whalepod.server.gateway.renaming import renamed
-from whalepod.server.gateway.responses import respond
+from whalepod.server.gateway.responses import prepare, respond
 from whalepod.server.gateway.schema import ChatRequest
 
 router = APIRouter()
@@ -30,8 +30,7 @@ async def create_message(request: Request) -> Response:
     model = gateway.check_model(body.model)
     with renamed(CHAT_NAMES):
         chat = gateway.scripted(chat_of(body), request.url.path)
-        runs = await gateway.offload.run(lambda: gateway.preparation.chat(chat))
-        await gateway.check_grammars(runs)
+        runs = await prepare(request, lambda: gateway.preparation.chat(chat))
         encoder = AnthropicEncoder(
             f"msg_{secrets.token_hex(16)}",
             model,

@@ -19,7 +19,7 @@ from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.openapi import json_body
 from whalepod.server.gateway.renaming import renamed
 from whalepod.server.gateway.response_store import Item, StoredResponse
-from whalepod.server.gateway.responses import respond
+from whalepod.server.gateway.responses import prepare, respond
 from whalepod.server.gateway.responses_encoder import ResponsesEncoder
 from whalepod.server.gateway.responses_input import CHAT_NAMES, chat_of, resolved
 from whalepod.server.gateway.responses_object import Ids, listed_items, place_of, response_fields
@@ -40,8 +40,7 @@ async def create_response(request: Request) -> Response:
     turn = _Turn(gateway, body, given_key(request.scope))
     with renamed(CHAT_NAMES):
         chat = gateway.scripted(chat_of(body, turn.items, turn.earlier), request.url.path)
-        runs = await gateway.offload.run(lambda: gateway.preparation.chat(chat))
-        await gateway.check_grammars(runs)
+        runs = await prepare(request, lambda: gateway.preparation.chat(chat))
         params = runs[0].submit.params
         encoder = ResponsesEncoder(
             response_fields(body, turn.ids, model, params),

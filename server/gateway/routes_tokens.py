@@ -19,15 +19,7 @@ async def tokenize(request: Request) -> dict[str, object]:
     gateway = gateway_of(request)
     body = await read_json(request, TokenizeRequest, gateway.config.max_body_bytes)
     gateway.check_model(body.model)
-    token_ids = await gateway.offload.run(lambda: _tokens(gateway, body))
-    answer: dict[str, object] = {
-        "count": len(token_ids),
-        "max_model_len": gateway.upstream.info.max_model_len,
-        "tokens": token_ids,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [gateway.tokenizer.printable(i) for i in token_ids]
-    return answer
+    return await gateway.offload.run(lambda: _answer(gateway, body))
 
 
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
@@ -42,6 +34,18 @@ async def detokenize(request: Request) -> dict[str, object]:
         lambda: gateway.tokenizer.decode(body.tokens, skip_special_tokens=skip)
     )
     return {"prompt": text}
+
+
+def _answer(gateway: Gateway, body: TokenizeRequest) -> dict[str, object]:
+    token_ids = _tokens(gateway, body)
+    answer: dict[str, object] = {
+        "count": len(token_ids),
+        "max_model_len": gateway.upstream.info.max_model_len,
+        "tokens": token_ids,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [gateway.tokenizer.printable(i) for i in token_ids]
+    return answer
 
 
 def _tokens(gateway: Gateway, body: TokenizeRequest) -> list[int]:

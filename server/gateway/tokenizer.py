@@ -46,7 +46,7 @@ class TextTokenizer:
             if chat_template is not None:
                 tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
             return cls(tokenizer, adds_bos=_adds_bos(folder, tokenizer))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StartupError(f"{folder}: cannot load the tokenizer: {error}") from error
 
     @property
@@ -197,5 +197,7 @@ def read_default_params(folder: Path) -> dict[str, float]:
         config = orjson.loads(file.read_bytes())
     except orjson.JSONDecodeError as error:
         raise StartupError(f"{file}: {error}") from error
+    if not isinstance(config, dict):
+        raise StartupError(f"{file} must hold a JSON object, got {type(config).__name__}")
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return {name: config[name] for name in names if isinstance(config.get(name), int | float)}

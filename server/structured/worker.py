@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def check(compiler: Compiler, constraint: Constraint) -> str | None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this one
     compiler = new_compiler(**orjson.loads(sys.stdin.buffer.readline()))
     limit_bytes = _address_bytes() + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))

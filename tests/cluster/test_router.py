@@ -146,6 +146,25 @@ def test_equal_requests_go_to_the_ranks_in_turn(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_one_answer_is_aborted_on_the_rank_that_has_it(tmp_path: Path) -> None:
+    async def scenario(router: RankRouter, _: FakeRanks, cores: list[EngineCore]) -> None:
+        two = replace(request("two", ENDLESS), num_sequences=2)
+        other = asyncio.create_task(read(router, request("other", ENDLESS)))
+        outputs = router.submit(two)
+        await anext(outputs)
+        await until(lambda: sum(core.stats.num_running for core in cores) == 3)
+        router.abort_answer("two", 0)
+        router.abort_answer("nobody", 0)
+        await until(lambda: [core.stats.num_running for core in cores] == [1, 1])
+        assert {(await anext(outputs)).index for _ in range(5)} == {1}
+        await outputs.aclose()
+        await until(lambda: sum(core.stats.num_running for core in cores) == 1)
+        other.cancel()
+
+    cores = [make_core(max_num_seqs=2, max_model_len=4096) for _ in range(2)]
+    run(tmp_path, scenario, *cores)
+
+
 def test_requests_are_balanced_by_tokens_not_by_number(tmp_path: Path) -> None:
     async def scenario(router: RankRouter, _: FakeRanks, cores: list[EngineCore]) -> None:
         large = asyncio.create_task(read(router, request("large", LONG, length=200)))
@@ -172,6 +191,23 @@ def test_queued_requests_move_to_a_rank_that_becomes_free(tmp_path: Path) -> Non
         assert not endless.done(), "it did not wait for the long one"
         assert cores[1 - busy].stats.generation_tokens == 6
         endless.cancel()
+
+    run(tmp_path, scenario, *roomy_cores())
+
+
+def test_a_rank_that_the_watch_has_not_missed_yet_is_not_tried_again(tmp_path: Path) -> None:
+    async def scenario(router: RankRouter, ranks: FakeRanks, cores: list[EngineCore]) -> None:
+        begun = router.submit(request("begun", ENDLESS))
+        await anext(begun)
+        number = 0 if cores[0].has_work else 1
+        router._ranks[1 - number].num_tokens += 10_000
+        waiting = asyncio.create_task(read(router, request("waiting")))
+        await until(lambda: cores[number].stats.num_waiting == 1)
+        ranks.channels[number].fail("the socket broke")  # the other is still the fuller one
+        with pytest.raises(EngineLost):
+            async for _ in begun:
+                pass
+        assert ids_of(await waiting) == expected_answer([*PROMPT], SHORT)
 
     run(tmp_path, scenario, *roomy_cores())
 

@@ -23,11 +23,12 @@ from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.batching import BatchBuilder
-from whalepod.server.engine.core import EngineCore, TestHooks
+from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import seed_of_branch
+from whalepod.server.engine.scripted import TestHooks
 from whalepod.server.engine.speculation import Speculator
 from whalepod.server.messages import EngineInfo, SequenceOutput, StepOutputs
 from whalepod.server.outputs import join_outputs

@@ -14,7 +14,7 @@ import zmq
 
 from tests.engine.fakes import expected_answer, make_core
 from whalepod.scheduler.params import SamplingParams
-from whalepod.server import channel as channel_module
+from whalepod.server import channel as channel_module, mailbox
 from whalepod.server.channel import EngineChannel, EngineServer, new_socket
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.process import serve
@@ -112,6 +112,39 @@ def test_closing_the_iterator_frees_the_requests_blocks(tmp_path: Path, num_read
     asyncio.run(scenario())
 
 
+def test_an_aborted_answer_is_free_in_the_engine_and_yields_nothing_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with engine(tmp_path) as (channel, core):
+            received = []
+            async for output in channel.submit(request("a", replace(ENDLESS, max_tokens=200), n=2)):
+                received.append(output)
+                if output.index == 0:
+                    assert len([o for o in received if o.index == 0]) == 1
+                    await until(lambda: core.stats.num_running == 2)  # more of it is under way
+                    channel.abort_answer("a", 0)
+                    channel.abort_answer("a", 0)
+                    await until(lambda: core.stats.num_running <= 1)
+            channel.abort_answer("a", 1)  # it has ended
+            rest = [token_id for o in received if o.index for token_id in o.token_ids]
+            assert rest == expected_answer(list(PROMPT), replace(ENDLESS, max_tokens=200), 1)
+            assert received[-1].finish_reason == "length"
+            assert 200 < core.stats.generation_tokens < 400
+
+    asyncio.run(scenario())
+
+
+def test_a_request_ends_when_all_its_answers_are_aborted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with engine(tmp_path) as (channel, core):
+            async with asyncio.timeout(DEADLINE_S):
+                async for output in channel.submit(request("a", ENDLESS, n=3)):
+                    channel.abort_answer("a", output.index)
+            await until(lambda: not core.has_work)
+            await until(lambda: channel.stats.num_running == 0)
+
+    asyncio.run(scenario())
+
+
 def test_a_cancelled_reader_aborts_too_even_while_it_waits_in_the_queue(tmp_path: Path) -> None:
     async def scenario() -> None:
         core = make_core(max_num_seqs=1)
@@ -164,7 +197,7 @@ def test_an_id_in_use_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_slow_reader_gets_longer_outputs_and_every_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "MAX_QUEUED_OUTPUTS", 3)
+    monkeypatch.setattr(mailbox, "MAX_QUEUED_OUTPUTS", 3)
 
     async def scenario() -> None:
         async with engine(tmp_path) as (channel, core):

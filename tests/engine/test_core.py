@@ -280,6 +280,41 @@ def test_an_abort_frees_everything_at_every_point() -> None:
         assert core.step() is None
 
 
+def test_an_aborted_answer_frees_its_slot_at_every_point_and_the_others_go_on() -> None:
+    expected = [expected_answer(list(text(60)), SAMPLED, index) for index in range(3)]
+    for num_steps in range(12):
+        core = make_core(max_num_batched_tokens=16)
+        submit(core, "a", text(60), SAMPLED, n=3)
+        answers: dict[tuple[str, int], SequenceOutput] = {}
+        for _ in range(num_steps):
+            outputs = core.step()
+            collect(answers, outputs or StepOutputs(outputs=()))
+        num_before = core.runner.num_sequences
+
+        assert core.receive([Abort(request_id="a", index=1), Abort(request_id="a", index=9)]) == []
+        core.check()
+        assert core.runner.num_sequences == num_before - 1
+        collect(answers, StepOutputs(outputs=tuple(run_to_end(core).values())))
+
+        for index in (0, 2):
+            answer = answers["a", index]
+            assert (list(answer.token_ids), answer.finish_reason) == (expected[index], "length")
+        assert answers.get(("a", 1)) is None or answers["a", 1].finish_reason is None
+        assert core.stats.num_owned_blocks == 0
+
+
+def test_the_abort_of_the_last_answer_says_that_nothing_runs() -> None:
+    core = make_core()
+    submit(core, "a", text(60), SAMPLED, n=2)
+    core.step()
+
+    replies = core.receive([Abort(request_id="a", index=0), Abort(request_id="a", index=1)])
+
+    assert replies == [StepOutputs(outputs=(), stats=core.stats)]
+    assert not core.has_work
+    core.check()
+
+
 # -- faults -------------------------------------------------------------------------------------
 
 
@@ -409,7 +444,7 @@ def test_random_histories_leave_nothing_behind_and_answers_stay_right(case: int)
         max_model_len=200,
     )
     sent: dict[str, tuple[tuple[int, ...], SamplingParams, int]] = {}
-    aborted: set[str] = set()
+    aborted: set[tuple[str, int]] = set()
     answers: dict[tuple[str, int], SequenceOutput] = {}
     for turn in range(40):
         if rng.random() < 0.3:
@@ -418,8 +453,9 @@ def test_random_histories_leave_nothing_behind_and_answers_stay_right(case: int)
             sent[f"r{turn}"] = (prompt, params, rng.choice([1, 1, 3]))
             submit(core, f"r{turn}", *sent[f"r{turn}"])
         if sent and rng.random() < 0.15:
-            aborted.add(rng.choice(list(sent)))
-            core.receive([Abort(request_id=list(aborted)[-1])])
+            request_id, index = rng.choice(list(sent)), rng.choice([None, 0, 2])
+            aborted |= {(request_id, i) for i in range(3) if index in (None, i)}
+            core.receive([Abort(request_id=request_id, index=index)])
         outputs = core.step()
         if outputs is not None:
             collect(answers, outputs)
@@ -430,7 +466,11 @@ def test_random_histories_leave_nothing_behind_and_answers_stay_right(case: int)
     for request_id, (prompt, params, n) in sent.items():
         for index in range(n):
             check_answer(
-                answers.get((request_id, index)), request_id in aborted, prompt, params, index
+                answers.get((request_id, index)),
+                (request_id, index) in aborted,
+                prompt,
+                params,
+                index,
             )
 
 

@@ -11,11 +11,12 @@ from tests.engine.fakes import EOS, VOCAB_SIZE, FakeMtp, encode_letters, make_co
 from tests.ladders import LadderCompiler, Rungs
 from whalepod.mtp.depth import FixedDepth
 from whalepod.scheduler.params import Constraint, SamplingParams
-from whalepod.server.engine.core import MAX_COMPILING, EngineCore
+from whalepod.server.engine.compiling import MAX_COMPILING
+from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.messages import Abort, Rejected, Submit
 
-THINK_END = 49
+THINK, THINK_END = 48, 49
 RULE = Constraint(kind="lark", grammar="12")
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=40, constraint=RULE)
 
@@ -109,6 +110,39 @@ def test_the_reasoning_is_free_but_may_not_end_the_text(grammars: GrammarStore) 
     assert is_ladder(tuple(answer[at + 1 :]))
 
 
+@pytest.mark.parametrize("budget", [0, 3])
+def test_a_reasoning_that_the_model_opens_is_closed_when_its_budget_is_spent(
+    grammars: GrammarStore, budget: int
+) -> None:
+    """The bias keeps the model from closing it, and all guesses in an answer may be right."""
+    rule = Constraint(
+        kind="lark", grammar="90", starts_after=THINK_END, is_optional=True,
+        reasoning_start=THINK, reasoning_ends=(THINK_END,), max_reasoning_tokens=budget,
+    )  # fmt: skip
+    params = replace(PARAMS, logit_bias={THINK: 2.0, THINK_END: -100.0}, max_tokens=60)
+    drafting = make_core(grammars=grammars, mtp=FakeMtp(), depth=FixedDepth(4))
+    plain = make_core(grammars=grammars)
+    for core in (drafting, plain):
+        core.receive([
+            submit(str(seed), replace(params, seed=seed, ignore_eos=True, constraint=rule))
+            for seed in range(6)
+        ])  # fmt: skip
+
+    answers, expected = run_to_end(drafting), run_to_end(plain)
+
+    assert drafting.stats.num_accepted_tokens > 0
+    assert {k: a.token_ids for k, a in answers.items()} == {
+        k: a.token_ids for k, a in expected.items()
+    }
+    texts = [list(answer.token_ids) for answer in answers.values()]
+    thinking = [text for text in texts if THINK in text[: 59 - budget]]
+    assert len(thinking) > 2
+    for text in texts:
+        opened = text.index(THINK) + 1 if text in thinking else 60
+        closed = [opened + budget] if text in thinking else []
+        assert [i for i, token_id in enumerate(text) if token_id == THINK_END] == closed
+
+
 def test_a_scripted_text_may_break_its_grammar(grammars: GrammarStore) -> None:
     core = make_core(grammars=grammars, hooks=True)
 
@@ -145,6 +179,57 @@ def test_others_run_while_a_grammar_is_compiled(
     compiler.gate.set()
 
     assert is_ladder(run_to_end(core)["a", 0].token_ids)
+
+
+def test_a_request_whose_grammar_is_compiled_has_its_place_in_the_queue(
+    compiler: LadderCompiler, grammars: GrammarStore
+) -> None:
+    """Refused behind the compiler it would be an error of the engine: 500, not 429."""
+    core = make_core(grammars=grammars, max_num_queued_reqs=2)
+    compiler.gate.clear()
+    plain = replace(PARAMS, constraint=None)
+
+    assert core.receive([submit("a"), submit("b")]) == []
+    assert core.num_waiting == 2
+    assert (core.stats.num_waiting, core.stats.num_compiling) == (2, 2)
+    assert refusal(core, submit("c")).startswith("queue_full")
+    assert refusal(core, submit("d", plain)).startswith("queue_full")
+    assert "in use" in refusal(core, submit("a"))
+    compiler.gate.set()
+    answers = run_to_end(core)
+
+    assert {key: answer.error for key, answer in answers.items()} == {
+        ("a", 0): None,
+        ("b", 0): None,
+    }
+    assert core.receive([submit("c")]) == []
+    run_to_end(core)
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_its_grammar_is_compiled(
+    compiler: LadderCompiler, grammars: GrammarStore
+) -> None:
+    core = make_core(grammars=grammars, max_model_len=32)
+    compiler.gate.clear()
+
+    said = refusal(core, submit("a"))
+
+    assert said.startswith("context_length_exceeded")
+    assert not core.has_work
+
+
+def test_a_compiler_that_fails_ends_the_requests_that_need_it() -> None:
+    def broken() -> LadderCompiler:
+        raise RuntimeError("no such vocabulary")
+
+    core = make_core(grammars=GrammarStore(broken))
+
+    core.receive([submit("a"), submit("b", replace(PARAMS, constraint=None))])
+    answers = run_to_end(core)
+
+    assert answers["a", 0].error == "the grammar compiler failed; the server's log says why"
+    assert answers["b", 0].error is None
+    core.close()
 
 
 def test_a_request_that_leaves_while_its_grammar_is_compiled_is_forgotten(

@@ -21,6 +21,7 @@ from whalepod.server.structured.interface import Compiler, GrammarError, Matcher
 VOCAB_SIZE, NUM_TOKENS, EOS = 540, 512, 1
 """The model's logits are wider than the tokenizer's vocabulary, as real ones are."""
 NUM_PROMPT_TOKENS = 3
+CALLS = "<｜tool▁calls▁begin｜>"
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_behind_an_ignored_end_only_the_end_may_come(
 def test_item_39_the_grammar_begins_at_any_draft_position(
     tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
-    end, banned = tokenizer.token_to_id("</think>"), tokenizer.token_to_id("<｜tool▁calls▁begin｜>")
+    end, banned = tokenizer.token_to_id("</think>"), tokenizer.token_to_id(CALLS)
     state = new_state(compiler, "ab", starts_after=end, banned_before=(banned,))
     a, b, c = ids(tokenizer, "abc")
 
@@ -149,6 +150,36 @@ def test_b041_a_text_that_breaks_its_grammar_goes_on_freely(
     state.observe(NUM_PROMPT_TOKENS, ids(tokenizer, "ac"))
 
     assert state.allowed() is None
+
+
+@given(text=st.lists(st.sampled_from(["<think>", "</think>", CALLS, "a", "b"]), max_size=9),
+       num_observed=st.integers(0, 9), is_open=st.booleans())  # fmt: skip
+def test_a_budget_counts_from_the_moment_that_the_reasoning_opens(
+    tokenizer: Tokenizer, compiler: Compiler, text: list[str], num_observed: int, is_open: bool
+) -> None:
+    """What may follow is judged by the text alone, seen or drafted; a call ends it, too."""
+    think, end, calls = map(tokenizer.token_to_id, ("<think>", "</think>", CALLS))
+    constraint = Constraint(
+        kind="any", grammar="", starts_after=end, is_optional=True, max_reasoning_tokens=2,
+        reasoning_start=think if is_open else None, reasoning_ends=(end, calls),
+    )  # fmt: skip
+    state = GrammarState(
+        compiler.compile(constraint),
+        constraint,
+        num_prompt_tokens=NUM_PROMPT_TOKENS,
+        vocab_size=VOCAB_SIZE,
+        stop_token_ids=[EOS],
+    )
+    state.observe(NUM_PROMPT_TOKENS, list(map(tokenizer.token_to_id, text[:num_observed])))
+
+    mask = state.allowed(list(map(tokenizer.token_to_id, text[num_observed:])))
+
+    opened = (text.index("<think>") + 1 if "<think>" in text else None) if is_open else 0
+    ends = [i for i, token in enumerate(text) if token in ("</think>", CALLS)]
+    if opened is not None and not ends and len(text) - opened >= 2:
+        assert allowed(mask) == [end]
+    else:
+        assert mask is None or mask.all()
 
 
 class Gated:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,10 +141,24 @@ def wait_for_exit(engine: EngineProcess, timeout_s: float = 10.0) -> None:
         time.sleep(0.02)  # a poll with a deadline
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"kernels": "reference", "batch_invariant": True}, "drop one of the two"),
+        ({"num_threads": -1}, "num_threads must be at least 0, got -1"),
+        ({"kv_cache_memory_bytes": -5}, "kv_cache_memory_bytes .* got -5"),
+        ({"absorbed_max_query_tokens": -1}, "absorbed_max_query_tokens .* got -1"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused_at_the_door(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DeviceConfig(**fields)
+
+
 def test_a_real_engine_answers_as_in_process(tmp_path: Path) -> None:
     folder = str(synthesize("v3-nano", tmp_path / "nano"))
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=8, ignore_eos=True)
-    device = DeviceConfig(kernels="reference", batch_invariant=True, num_threads=1)
+    device = DeviceConfig(batch_invariant=True, num_threads=1)
     source = ModelSource(model=folder, dtype="fp32")
 
     async def ask(engine: EngineProcess) -> list[int]:

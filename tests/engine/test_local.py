@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +12,24 @@ from typing import Any
 
 import pytest
 
+import whalepod
 from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.journal import replay
-from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.params import Constraint, SamplingParams
+from whalepod.server.engine.compiling import MAX_COMPILING
 from whalepod.server.engine.local import Engine, Generation
 from whalepod.server.engine.replay import Difference, replay_with_model
 from whalepod.server.engine.script_text import load_encode
 from whalepod.server.errors import RequestRejected, StartupError
 from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.messages import Abort, Submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3, frequency_penalty=0.2)
 PROMPTS = [[(7 * i + j) % 500 for j in range(length)] for i, length in enumerate((3, 70, 130))]
+ROOT = Path(whalepod.__file__).parent
 OPTIONS: dict[str, Any] = {
-    "dtype": "fp32", "kernels": "reference", "batch_invariant": True, "max_model_len": 256,
+    "dtype": "fp32", "batch_invariant": True, "max_model_len": 256,
     "max_num_seqs": 8, "num_threads": 1,
 }  # fmt: skip
 
@@ -48,6 +54,16 @@ def alone(nano: str) -> list[list[Generation]]:
 
 def bits(generations: list[Generation]) -> list[tuple[Any, ...]]:
     return [(g.token_ids, g.logprobs) for g in generations]
+
+
+def test_more_prompts_than_grammars_may_be_waited_for_are_answered(engine: Engine) -> None:
+    rule = Constraint(kind="regex", grammar="[a-z]{3}")
+
+    answers = engine.generate(
+        [[5]] * (MAX_COMPILING + 9), SamplingParams(max_tokens=1, constraint=rule)
+    )
+
+    assert {answer.finish_reason for answer in answers} == {"length"}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +122,15 @@ def journal(nano: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Engine(nano, **OPTIONS, record=str(path)) as engine:
         engine.generate([*PROMPTS, PROMPTS[2]], SAMPLED)
         engine.generate(PROMPTS, replace(GREEDY, prompt_logprobs=1))
+        core = engine._core
+        core.receive(
+            [Submit(request_id="r", prompt_token_ids=(1, 2), params=SAMPLED, num_sequences=3)]
+        )
+        for _ in range(4):
+            core.step()
+        core.receive([Abort(request_id="r", index=1)])
+        while core.has_work:
+            core.step()
     return path
 
 
@@ -113,6 +138,26 @@ def test_a_record_is_private_and_replays_without_a_model(journal: Path) -> None:
     assert journal.stat().st_mode & 0o777 == 0o600
     with journal.open("rb") as file:
         assert replay(file) is None
+
+
+def test_a_record_is_whole_when_its_process_fails(nano: str, tmp_path: Path) -> None:
+    """Objects in cycles that are frozen, as a server's engine is, are never finalised."""
+    path = tmp_path / "journal"
+    code = f"""
+import gc
+from whalepod import Engine, SamplingParams
+engine = Engine({nano!r}, **{OPTIONS!r}, record={str(path)!r})
+engine.cycle = engine
+gc.freeze()
+engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, seed=1))
+raise SystemExit(1)
+"""
+
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / ".src").returncode == 1
+
+    with path.open("rb") as file:
+        assert replay(file) is None
+    assert path.stat().st_size > 500
 
 
 def test_a_record_replays_with_the_model_to_the_bit(journal: Path, nano: str) -> None:
@@ -146,6 +191,13 @@ def test_a_replay_with_another_model_names_the_first_step_that_differs(
 def test_what_cannot_start_is_one_sentence(nano: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(StartupError, match=says):
         Engine(nano, **OPTIONS | options)
+
+
+def test_ends_that_are_no_tokens_are_one_sentence(tmp_path: Path) -> None:
+    folder = synthesize("v3-nano", tmp_path / "nano", with_weights=False)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, "</s>"]}')
+    with pytest.raises(StartupError, match=r"eos_token_id must be integers, got .*</s>"):
+        Engine(str(folder), **OPTIONS, load_format="dummy")
 
 
 def test_a_model_that_is_nowhere_is_one_sentence() -> None:

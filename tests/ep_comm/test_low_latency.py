@@ -31,6 +31,7 @@ from whalepod.ep_comm.modes.low_latency_config import (
     size_hint,
 )
 from whalepod.ep_comm.modes.low_latency_output import Dispatched
+from whalepod.ep_comm.row_kernels.compiled import CompiledRows
 from whalepod.ep_comm.rows import dequantize_rows, quantize_rows
 from whalepod.ep_comm.transport.faulty import FaultyTransport
 from whalepod.ep_comm.transport.interface import Transport
@@ -58,9 +59,15 @@ def make_heap(config: LowLatencyConfig) -> tuple[HeapLayout, LowLatencyRegions]:
 
 
 def make_mode(
-    transport: Transport, config: LowLatencyConfig, regions: LowLatencyRegions
+    transport: Transport,
+    config: LowLatencyConfig,
+    regions: LowLatencyRegions,
+    *,
+    is_plain: bool = False,
 ) -> LowLatency:
-    return LowLatency(Group(transport), config, regions, poison_unused=True)
+    """is_plain: over the transport even where its heaps are mapped."""
+    rows = CompiledRows() if is_plain else None
+    return LowLatency(Group(transport), config, regions, row_kernels=rows, poison_unused=True)
 
 
 def scale_by_expert(result: Dispatched, config: LowLatencyConfig, rank: int) -> Tensor:
@@ -175,6 +182,7 @@ class Round:
     seeds: tuple[int, ...]
     skew: bool = False
     dtype: torch.dtype = torch.float32
+    is_plain: bool = False
 
     def inputs(self, seed: int) -> list[Inputs]:
         config = self.config
@@ -191,7 +199,7 @@ class Round:
 
     def __call__(self, transport: Transport) -> list[Tensor]:
         config, rank = self.config, transport.rank
-        mode = make_mode(transport, config, self.regions)
+        mode = make_mode(transport, config, self.regions, is_plain=self.is_plain)
         combined = []
         for seed in self.seeds:
             inputs = self.inputs(seed)
@@ -260,14 +268,15 @@ FORMATS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("skew", [False, True], ids=["spread", "skewed"])
 @pytest.mark.parametrize("changes", FORMATS, ids=lambda c: "-".join(map(str, c.values())) or "f32")
+@pytest.mark.parametrize("is_plain", [False, True], ids=["one_call", "by_transport"])
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_every_format_equals_the_plain_loops(
-    num_ranks: int, changes: dict[str, object], skew: bool
+    num_ranks: int, is_plain: bool, changes: dict[str, object], skew: bool
 ) -> None:
     config = make_config(num_ranks, **changes)
     heap, regions = make_heap(config)
     dtype = torch.float32 if config.dispatch_dtype == "float32" else torch.bfloat16
-    run_loopback(heap, Round(config, regions, (1, 2, 3), skew, dtype))
+    run_loopback(heap, Round(config, regions, (1, 2, 3), skew, dtype, is_plain))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
 import pytest
 import torch
 
-from tests.ep_comm.groups import TIMEOUT_MS, run_loopback
+from tests.ep_comm.groups import TIMEOUT_MS
+from tests.ep_comm.transports import RUNNERS
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.modes.low_latency import LowLatency
-from whalepod.ep_comm.row_kernels import loops
+from whalepod.ep_comm.row_kernels import loops, phases
 from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.traffic import GroupHeap, Traffic, warm_up
 from whalepod.ep_comm.transport.interface import Transport
 
 Signatures = dict[str, set[tuple[Any, ...]]]
 LOOPS = ("destinations", "pack", "spread", "collect", "combine", "add_rows", "unpack")
-OF_THROUGHPUT = ("add_rows", "unpack")
+PHASES = ("send_dispatch", "receive_dispatch", "combine")
+WATCHED = [*((loops, name) for name in LOOPS), *((phases, name) for name in PHASES)]
+OF_THROUGHPUT = ("loops.add_rows", "loops.unpack")
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> Signatures:
@@ -34,15 +38,16 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Signatures:
 
         return call
 
-    for name in LOOPS:
-        monkeypatch.setattr(loops, name, noting(name, getattr(loops, name)))
+    for module, name in WATCHED:
+        full_name = f"{module.__name__.rpartition('.')[2]}.{name}"
+        monkeypatch.setattr(module, name, noting(full_name, getattr(module, name)))
     return found
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_compile_nothing_that_the_warm_up_has_not(
-    dtype: RowDtype, is_exact: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: RowDtype, is_exact: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     traffic = Traffic(
         num_ranks=2, ranks_per_node=2, num_experts=8, num_choices=4, hidden=16,
@@ -64,6 +69,7 @@ def test_steps_compile_nothing_that_the_warm_up_has_not(
                 received = mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS)
                 mode.combine(received.x_NH, received.routing, TIMEOUT_MS)
 
-    run_loopback(heap.layout, program)
+    for transport in ("shm", "faulty"):
+        RUNNERS[transport](heap.layout, program, tmp_path)
     assert warm == found
-    assert all(found[name] for name in LOOPS if not (is_exact and name in OF_THROUGHPUT))
+    assert len(found) == len(WATCHED) - is_exact * len(OF_THROUGHPUT), sorted(found)

@@ -26,6 +26,7 @@ class CoreUpstream:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self._outputs: dict[str, list[SequenceOutput]] = {}
+        self._live: dict[str, set[int]] = {}
         self.submitted: dict[str, Submit] = {}
         self.history: list[tuple[int, SequenceOutput]] = []
         """All outputs in their order, with the number of the step that gave them."""
@@ -55,18 +56,25 @@ class CoreUpstream:
             assert isinstance(reply, Rejected)
             raise RequestRejected(reply.code, reply.message)
         mine = self._outputs[request.request_id] = []
-        num_live = request.num_sequences
+        live = self._live[request.request_id] = set(range(request.num_sequences))
         try:
-            while num_live:
+            while live:
                 self._step()
                 while mine:
                     output = mine.pop(0)
-                    num_live -= output.finish_reason is not None
+                    if output.index not in live:
+                        continue
+                    if output.finish_reason is not None:
+                        live.remove(output.index)
                     yield output
                 await asyncio.sleep(0)
         finally:
-            del self._outputs[request.request_id]
+            del self._outputs[request.request_id], self._live[request.request_id]
             self.core.receive([Abort(request_id=request.request_id)])
+
+    def abort_answer(self, request_id: str, index: int) -> None:
+        self._live[request_id].discard(index)
+        self.core.receive([Abort(request_id=request_id, index=index)])
 
     def _step(self) -> None:
         step = self.core.step()

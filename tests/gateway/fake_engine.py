@@ -33,6 +33,7 @@ class FakeEngine:
     submitted: list[Submit] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
+    aborted_answers: list[tuple[str, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_rejected_drafts: int | None = None
     """When set, all tokens of a step but the last were guessed, and so many more were wrong."""
@@ -60,6 +61,9 @@ class FakeEngine:
     def rank_stats(self) -> dict[int, Stats]:
         return {0: self.stats} | self.other_ranks
 
+    def abort_answer(self, request_id: str, index: int) -> None:
+        self.aborted_answers.append((request_id, index))
+
     def reset_prefix_cache(self) -> None:
         self.stats = replace(self.stats, num_cached_blocks=0)
 
@@ -83,8 +87,9 @@ class FakeEngine:
                 yield self._prompt_output(request)
             sequences = [self._sequence(request, i) for i in range(request.num_sequences)]
             for step in range(max(map(len, sequences))):
-                for outputs in sequences:
-                    if step < len(outputs):
+                for index, outputs in enumerate(sequences):
+                    is_aborted = (request.request_id, index) in self.aborted_answers
+                    if step < len(outputs) and not is_aborted:
                         yield outputs[step]
                 await asyncio.sleep(self.step_delay_s)
             ended = True

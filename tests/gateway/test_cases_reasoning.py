@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.gateway.real_gateway import OFF, real_gateway
 from tests.gateway.wire import chat, error_of, reasoning_of, stream_chat, text_of, user
 from whalepod.mtp.config import SpeculationConfig
 
+OPENERS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 DRAFTS = SpeculationConfig(speculation="fixed", num_speculative_tokens=4)
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -34,6 +36,20 @@ def drafting(nano: Path) -> Iterator[TestClient]:
 @pytest.fixture(scope="module")
 def plain(nano: Path) -> Iterator[TestClient]:
     with real_gateway(nano, speculation=OFF) as gateway, gateway.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def undecided(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """A model whose template leaves it to the model whether to think."""
+    folder = tmp_path_factory.mktemp("undecided") / "nano"
+    shutil.copytree(nano, folder)
+    template = (nano / "chat_template.jinja").read_text()
+    assert "'<think>' if thinking" in template
+    (folder / "chat_template.jinja").write_text(
+        template.replace("'<think>' if thinking", "'' if thinking")
+    )
+    with real_gateway(folder, speculation=DRAFTS) as gateway, gateway.client() as client:
         yield client
 
 
@@ -101,6 +117,53 @@ def test_item_36_a_budget_holds_within_drafts(
         assert usage["completion_tokens"] > budget + 1
         if not fields.get("tools"):
             assert said(drafting, **fields, **named)[1]
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_item_36_a_budget_holds_when_the_model_opens_the_reasoning(
+    undecided: TestClient, opens: bool
+) -> None:
+    """The prompt ends before `<think>`; the bias makes a random model write it, or never."""
+    bias = {"9": 90, "10": 90} | ({token(undecided, "<think>"): 100} if opens else {})
+    fields = {"logit_bias": bias, "seed": 1, "max_tokens": 20, "thinking_token_budget": 4}
+
+    reasoning, content, usage = said(undecided, **fields)
+
+    assert num_reasoning(usage) == (5 if opens else 0), "the closing tag is one more"
+    assert bool(reasoning) == opens
+    assert content
+    assert usage["completion_tokens"] == 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [({}, ["</think>"]), ({"tools": [TOOL]}, ["</think>", *OPENERS])],
+    ids=["text", "tools"],
+)
+def test_item_36_a_call_ends_a_reasoning_for_its_budget_too(
+    client: TestClient, engine: FakeEngine, fields: dict[str, Any], ends: list[str]
+) -> None:
+    """As for the parser: else the closing tag would be forced into the arguments."""
+    chat(client, thinking=True, thinking_token_budget=9, **fields)
+
+    constraint = engine.submitted[0].params.constraint
+    assert constraint is not None
+    assert constraint.reasoning_ends[0] == int(token(client, "</think>"))
+    assert set(constraint.reasoning_ends) == {int(token(client, end)) for end in ends}
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_grammar_behind_the_reasoning_is_not_missed_for_a_call_in_it(
+    client: TestClient, engine: FakeEngine, choice: str
+) -> None:
+    """A call ends the reasoning without the tag that the grammar waits for."""
+    grammar = {"structured_outputs": {"choice": ["yes", "no"]}}
+    chat(client, thinking=True, tools=[TOOL], tool_choice=choice, **grammar)
+
+    constraint = engine.submitted[0].params.constraint
+    assert constraint is not None
+    banned = {int(token(client, opener)) for opener in OPENERS} & set(constraint.banned_before)
+    assert len(banned) == (len(OPENERS) if choice == "auto" else 0)
 
 
 def test_item_36_a_budget_changes_no_shorter_reasoning(real_client: TestClient) -> None:

@@ -243,6 +243,18 @@ def test_a_choice_that_hit_its_stop_is_silent_while_others_go_on(
     assert texts[0] == ""
     assert texts[1].startswith("answer 1 to ")
     assert engine.aborted == []
+    assert engine.aborted_answers == [(engine.submitted[0].request_id, 0)]
+
+
+def test_usage_counts_the_tokens_up_to_the_stop_string_of_each_choice(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    one, both = (chat(client, n=n, stop="answer 0", ignore_eos=True) for n in (1, 2))
+
+    num_tokens = [answer["usage"]["completion_tokens"] for answer in (one, both)]
+    assert num_tokens[1] - num_tokens[0] == engine.submitted[1].params.max_tokens
+    assert num_tokens[0] < 20
+    assert [c["finish_reason"] for c in both["choices"]] == ["stop", "length"]
 
 
 def test_a_stop_string_aborts_the_rest_in_the_engine(
@@ -250,8 +262,17 @@ def test_a_stop_string_aborts_the_rest_in_the_engine(
 ) -> None:
     chat(client, stop="to", ignore_eos=True)
 
-    assert engine.aborted == [engine.submitted[0].request_id]
+    assert engine.aborted_answers == [(engine.submitted[0].request_id, 0)]
     assert not engine.running
+
+
+def test_an_answer_that_the_engine_ended_is_not_aborted(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    chat(client, n=2)
+    chat(client, n=2, stop="done", test_steps=["all done"], max_tokens=1)
+
+    assert engine.aborted_answers == []
 
 
 def test_b097_internal_ids_are_unique_and_the_clients_is_echoed(

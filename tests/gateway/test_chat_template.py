@@ -54,3 +54,12 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         read_chat_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))
     assert read_chat_template(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "config", [[], {"chat_template": [1]}, {"chat_template": [{"name": "default"}]}]
+)
+def test_what_no_tokenizer_writes_is_named(tmp_path: Path, config: object) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match=r"tokenizer_config\.json is not what tokenizers write"):
+        read_chat_template(tmp_path)

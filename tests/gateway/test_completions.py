@@ -68,6 +68,17 @@ def test_echo_comes_first_in_a_stream(client: TestClient) -> None:
     assert choices_of(events)[0]["text"] == "abc"
 
 
+def test_a_stream_says_at_once_that_an_answer_has_begun(client: TestClient) -> None:
+    """Later tokens without text, here possible starts of the stop string, are not mentioned."""
+    steps = ["x", "x", "y"]
+    events = stream(
+        client, "/v1/completions", prompt="a", stop="xxz", test_steps=steps, max_tokens=9
+    )
+
+    texts = [choice["text"] for choice in choices_of(events)]
+    assert texts[:2] == ["", "xxy"]
+
+
 def test_every_choice_echoes_its_own_prompt(client: TestClient) -> None:
     choices = complete(client, ["aa", "bb"], n=2, echo=True, logprobs=1, max_tokens=2)["choices"]
 

@@ -99,6 +99,19 @@ def test_b103_a_page_of_an_allowed_origin_may_ask(
     assert "access-control-allow-origin" not in other.headers
 
 
+def test_a_page_of_an_allowed_origin_may_delete_what_is_stored(
+    engine: FakeEngine, tokenizer: TextTokenizer
+) -> None:
+    config = GatewayConfig(cors_allow_origin=("http://127.0.0.1:3000",))
+    client = TestClient(create_app(config, engine, tokenizer))
+    wanted = {"Access-Control-Request-Method": "DELETE"}
+
+    preflight = client.options("/v1/responses/resp_1", headers={**ORIGIN, **wanted})
+
+    assert preflight.status_code == 200
+    assert "DELETE" in preflight.headers["access-control-allow-methods"]
+
+
 def test_other_origins_are_not_allowed_unless_asked_for(client: TestClient) -> None:
     assert "access-control-allow-origin" not in client.get("/health", headers=ORIGIN).headers
 

@@ -22,6 +22,7 @@ from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.serving import DEADLINE_S, serving, wait_until
 from tests.gateway.test_real_server import connect, free_port, request_bytes
 from tests.gateway.wire import chat, error_of, user
+from whalepod.scheduler.params import Constraint
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.admin import create_admin_app
 from whalepod.server.gateway.app import create_app
@@ -117,6 +118,70 @@ def test_a_request_that_takes_too_long_ends(engine: FakeEngine, tokenizer: TextT
         assert len(engine.aborted) == 2
         engine.gate = None
         assert chat(client)["choices"][0]["finish_reason"] == "stop"
+
+
+class BusyChecker:
+    """Judges no grammar: others are before it."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+
+    async def check(self, constraint: Constraint) -> None:
+        self.num_waiting += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_waiting -= 1
+
+    async def close(self) -> None: ...
+
+
+PATHS = {
+    "/v1/chat/completions": {"messages": [user("hi")], "response_format": {"type": "json_object"}},
+    "/v1/completions": {"prompt": "hi", "structured_outputs": {"regex": "a"}},
+    "/v1/responses": {"input": "hi", "text": {"format": {"type": "json_object"}}},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_time_limit_counts_the_wait_for_the_grammar_checker(
+    path: str, engine: FakeEngine, tokenizer: TextTokenizer
+) -> None:
+    config = GatewayConfig(served_model_name=("tiny",), request_timeout_s=0.05)
+    app = create_app(config, engine, tokenizer)
+    app.state.gateway._grammars = busy = BusyChecker()
+    with TestClient(app) as client:
+        response = client.post(path, json={"model": "tiny", **PATHS[path]})
+
+    assert "0.05 s" in error_of(response, 504)["message"]
+    assert busy.num_waiting == 0
+    assert engine.submitted == []
+
+
+def test_a_request_that_waits_for_the_grammar_checker_can_leave_or_be_ended(
+    app: Any, port: int, engine: FakeEngine
+) -> None:
+    app.state.gateway._grammars = busy = BusyChecker()
+    body: dict[str, Any] = {"model": "tiny", **PATHS["/v1/completions"]}
+    answers: list[httpx2.Response] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(post(port, "/v1/completions", id="mine", **body))
+    )
+    thread.start()
+    wait_until(lambda: busy.num_waiting == 1)
+    assert post(port, "/abort", request_id="mine").json()["num_aborted"] == 1
+    thread.join(DEADLINE_S)
+    assert error_of(answers[0], 499)["code"] == "aborted"
+    assert busy.num_waiting == 0
+
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:
+        client.sendall(head.encode() + b"Authorization: Bearer one\r\n\r\n" + data)
+        wait_until(lambda: busy.num_waiting == 1)
+    wait_until(lambda: busy.num_waiting == 0)
+    wait_until(lambda: not len(app.state.gateway.requests))
+    assert engine.submitted == []
 
 
 @pytest.fixture

@@ -34,6 +34,14 @@ def observed(metrics: Metrics) -> dict[str, tuple[float, float]]:
     return {name: (parts["count"], round(parts["sum"], 6)) for name, parts in values.items()}
 
 
+def test_a_stop_string_at_the_limit_counts_as_a_stop(client: TestClient) -> None:
+    answer = chat(client, stop="b", max_tokens=2, test_steps=["a", "b", "c"])
+
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    counted = 'whalepod_request_success_total{finished_reason="stop"}'
+    assert metric(client, counted) == 1
+
+
 def test_the_phases_of_a_request_add_up() -> None:
     """2 s to read it, 3 s of queue, 5 s of prefill, then 4 tokens more within 8 s."""
     metrics, clock = Metrics(Stats), Clock()

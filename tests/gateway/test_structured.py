@@ -25,6 +25,7 @@ from tests.gateway.wire import (
     user,
 )
 from whalepod.server.config import GrammarBackendName
+from whalepod.server.structured import checker
 
 CITY = {
     "type": "object",
@@ -228,6 +229,8 @@ def test_a_schema_that_explodes_is_refused_in_time(
     assert "more than 0.5 s" in error["message"]
     assert time.monotonic() - started_s < 10
     monkeypatch.undo()  # the next worker takes a while to start
+    verdicts = gateway._grammars._verdicts
+    assert all("0.5 s" not in (verdict or "") for verdict in verdicts.values()), "a busy machine?"
     assert complete(client, structured_outputs={"regex": "ab"})["choices"][0]["text"] == "ab"
 
 
@@ -245,6 +248,19 @@ def test_a_compiler_that_does_not_start_is_a_503(
     assert error_of(response, 503)["code"] == "compiler_unavailable"
     assert response.headers["retry-after"]
     assert broken._process is None
+
+
+def test_too_many_grammars_that_wait_for_the_worker_are_a_503(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(client, structured_outputs={"regex": "known"}, max_tokens=9)
+    monkeypatch.setattr(checker, "MAX_WAITING", 0)
+    known, new = ({"prompt": "hi", "structured_outputs": {"regex": r}} for r in ("known", "new"))
+
+    response = client.post("/v1/completions", json=new)
+
+    assert error_of(response, 503)["code"] == "compiler_unavailable"
+    assert client.post("/v1/completions", json=known).status_code == 200
 
 
 def test_B047_references_into_arrays_are_followed(client: TestClient) -> None:

@@ -112,6 +112,10 @@ def test_default_params_come_from_generation_config(tmp_path: Path) -> None:
 
     assert read_default_params(tmp_path) == {"temperature": 0.6, "top_p": 0.95}
 
+    (tmp_path / "generation_config.json").write_text("[1]")
+    with pytest.raises(StartupError, match="must hold a JSON object, got list"):
+        read_default_params(tmp_path)
+
 
 def test_the_application_imports_without_torch() -> None:
     code = "import sys, whalepod.server.gateway.run; sys.exit('torch' in sys.modules)"

@@ -68,6 +68,17 @@ def test_a_body_that_does_not_arrive_in_time_is_408() -> None:
     assert caught.value.status == 408
 
 
+def test_a_declared_length_of_any_number_of_digits_is_read() -> None:
+    """Python refuses to read numbers of more than 4,300 digits."""
+    headers = [(b"content-length", b"0" * 5000 + b"2")]
+    scope = {"type": "http", "method": "POST", "headers": headers}
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    assert asyncio.run(read_body(Request(scope, receive), 100)) == b"{}"
+
+
 def test_too_many_waiting_prompts_are_refused_and_places_come_back() -> None:
     release = threading.Event()
 

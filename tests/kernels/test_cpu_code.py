@@ -25,13 +25,14 @@ import torch
 from whalepod.kernels.cpu import attention, dense, experts, int8_regions, regions
 for region in (dense.LINEAR, experts.EXPERTS, int8_regions.LINEAR_INT8, attention.ATTENTION):
     code = regions.compile_afresh(region, torch.bfloat16).assembly()
-    print(*(code.count(name) for name in ("vdpbf16ps", "tdpbf16ps", "vpdpbusd")))
+    print(*(code.count(name) for name in ("vdpbf16ps", "tdpbf16ps", "vpdpbusd", "tdpbsud")))
 """
 
 
 def test_products_use_the_instructions_of_their_kind(tmp_path: os.PathLike[str]) -> None:
     """Compiled for a CPU that has them, wherever the test runs; the code is not called."""
-    features = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512bf16 avx512vnni amx-tile amx-bf16"
+    features = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512bf16 avx512vnni "
+    features += "amx-tile amx-bf16 amx-int8"
     run = _run_python(
         ["-c", EMITTED_CODE],
         tmp_path,
@@ -42,10 +43,11 @@ def test_products_use_the_instructions_of_their_kind(tmp_path: os.PathLike[str])
     linear, experts, int8, attention = (
         [int(n) for n in line.split()] for line in run.stdout.splitlines()
     )
-    for vectors, tiles, _ in (linear, experts, attention):
+    for vectors, tiles, *_ in (linear, experts, attention):
         assert vectors >= 16
         assert tiles >= 4
     assert int8[2] >= 16
+    assert int8[3] >= 4
 
 
 PARITY_ON_AN_OLDER_CPU = """

@@ -186,6 +186,20 @@ def test_linear_of_many_rows(
     assert_close(CPU.linear(x, CPU.pack_linear(weight)), expected.to(dtype), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("num_rows", [32, 145, 300])
+def test_a_row_has_the_same_bits_in_long_blocks_as_in_short_ones(num_rows: int) -> None:
+    """Many rows pass along parts of k by turns, and their sums are put aside between these."""
+    x = random(num_rows, 608, dtype=torch.bfloat16)
+    weight = random(64, 608, dtype=torch.bfloat16, seed=1)
+    packed, num_whole = CPU.pack_linear(weight), num_rows // 16 * 16
+
+    together = CPU.linear(x, packed)
+
+    apart = [CPU.linear(rows, packed) for rows in x[:num_whole].split(16)]
+    assert torch.equal(together[:num_whole], torch.cat(apart))
+    assert_close(together, REFERENCE.linear(x, weight), TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_tokens_per_expert(dtype: torch.dtype) -> None:
     gate_up, down = random(2, 64, 32, dtype=dtype), random(2, 32, 32, dtype=dtype)

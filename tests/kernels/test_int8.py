@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from whalepod.kernels.cpu import Int8CpuKernels
+from whalepod.kernels.cpu.int8_packing import DIVISORS, NUM_FITS
 from whalepod.kernels.reference import ReferenceKernels
 
 KERNELS = Int8CpuKernels(num_threads=2)
@@ -21,15 +22,63 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def rounded(x: Tensor, *, is_weight: bool) -> Tensor:
-    """Return what q8_0 keeps of `x` in f32; weights have f16 scales, rows f32 ones."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(
-        -1, (-1, BLOCK)
-    )
-    scale = padded.abs().amax(dim=-1, keepdim=True) / 127
-    values = torch.where(scale > 0, padded / scale, 0.0).round()
-    scale = scale.half().float() if is_weight else scale
-    return (values * scale).flatten(-2)[..., : x.shape[-1]]
+def blocks_of(x: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % BLOCK))
+    return padded.unflatten(-1, (-1, BLOCK))
+
+
+def joined(blocks: Tensor, length: int) -> Tensor:
+    return blocks.flatten(-2)[..., :length]
+
+
+def rounded_row(x: Tensor) -> Tensor:
+    """Return what is kept of rows, in f32."""
+    blocks = blocks_of(x)
+    scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
+    values = torch.where(scale > 0, blocks / scale, 0.0).round()
+    return joined(values * scale, x.shape[-1])
+
+
+def kept(blocks: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers, and the scale, for a scale that is kept in f16."""
+    scale = scale.half().float()
+    values = torch.where(scale != 0, blocks / scale, 0.0).round().clamp(-128, 127)
+    return values, scale
+
+
+def error(blocks: Tensor, scale: Tensor) -> Tensor:
+    values, scale = kept(blocks, scale)
+    return (blocks - values * scale).square().sum(dim=-1, keepdim=True)
+
+
+def rounded_weight(weight: Tensor) -> Tensor:
+    """Return what is kept of a weight, in f32: for each block the best of the scales."""
+    blocks = blocks_of(weight)
+    furthest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
+    best = -furthest / DIVISORS[0]
+
+    def better(scale: Tensor) -> Tensor:
+        return torch.where(error(blocks, scale) < error(blocks, best), scale, best)
+
+    for divisor in DIVISORS[1:]:
+        best = better(-furthest / divisor)
+    for _ in range(NUM_FITS):
+        values, _ = kept(blocks, best)
+        squares = values.square().sum(dim=-1, keepdim=True)
+        fitted = (blocks * values).sum(dim=-1, keepdim=True) / squares
+        best = better(torch.where(squares > 0, fitted, 0.0))
+    values, scale = kept(blocks, best)
+    return joined(values * scale, weight.shape[-1])
+
+
+def unpacked(panels: Tensor, num_columns: int, length: int) -> Tensor:
+    """Return the weight `[L, N, K]` that packed bytes stand for, in f32; see `int8.py`."""
+    steps = panels.view(*panels.shape[:3], -1)
+    values = steps[..., :1024].unflatten(-1, (2, 8, 16, 4)).float() - 128
+    scales = steps[..., 1024:].contiguous().view(torch.float16).float().unflatten(-1, (2, 16))
+    blocks = values.permute(0, 1, 5, 2, 3, 4, 6).flatten(-2)  # [L, groups, 16, steps, 2, 32]
+    weight = blocks * scales.permute(0, 1, 4, 2, 3).unsqueeze(-1)
+    return weight.flatten(3).flatten(1, 2)[:, :num_columns, :length]
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -45,7 +94,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize(("num_columns", "length"), [(1, 1), (67, 100), (64, 1024), (130, 257)])
 def test_linear(dtype: torch.dtype, num_rows: int, num_columns: int, length: int) -> None:
     x, weight = random(num_rows, length, dtype=dtype), random(num_columns, length, dtype=dtype)
-    expected = rounded(x, is_weight=False) @ rounded(weight, is_weight=True).T
+    expected = rounded_row(x) @ rounded_weight(weight).T
     packed = KERNELS.pack_linear(weight)
     # a value halfway between two steps may fall to either side: 1/254 of one product
     assert_close(KERNELS.linear_f32(x, packed), expected, 4e-3)
@@ -53,11 +102,29 @@ def test_linear(dtype: torch.dtype, num_rows: int, num_columns: int, length: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_sensitive_weights_and_their_rows_are_not_rounded(dtype: torch.dtype) -> None:
+    x, weight = random(9, 288, dtype=dtype), random(128, 288, dtype=dtype)
+    packed = KERNELS.pack_linear(weight, is_sensitive=True)
+    assert_close(KERNELS.linear_f32(x, packed), x.float() @ weight.float().T, 1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 11, 16, 40])
+@pytest.mark.parametrize("length", [30, 64, 200, 1024])
+def test_tiles_give_the_bits_of_vectors(num_rows: int, length: int) -> None:
+    x, packed = random(num_rows, length), KERNELS.pack_linear(random(200, length, seed=1))
+    found = []
+    for kernels in (Int8CpuKernels(num_threads=1), Int8CpuKernels(num_threads=1)):
+        kernels._int8_tile_rows = 1 if not found else 1 << 62
+        found.append(kernels.linear_f32(x, packed))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
 def test_heads(dtype: torch.dtype, num_rows: int) -> None:
     x, weight = random(num_rows, 3, 150, dtype=dtype)[..., :100], random(3, 100, 70, dtype=dtype)
-    columns = rounded(weight.transpose(1, 2), is_weight=True)
-    expected = torch.einsum("tna,nba->tnb", rounded(x, is_weight=False), columns)
+    columns = rounded_weight(weight.transpose(1, 2))
+    expected = torch.einsum("tna,nba->tnb", rounded_row(x), columns)
     assert_close(KERNELS.heads(x, KERNELS.pack_heads(weight)), expected, 8e-3)
 
 
@@ -83,6 +150,7 @@ def test_gated_mlps(dtype: torch.dtype, num_rows: int, inner: int) -> None:
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     x = random(40, 300, dtype=dtype, seed=1)
     linear = KERNELS.pack_linear(random(70, 300, dtype=dtype))
+    exact = KERNELS.pack_linear(random(128, 288, dtype=dtype), is_sensitive=True)
     experts = KERNELS.pack_experts(
         random(5, 2 * 40, 300, dtype=dtype), random(5, 300, 40, dtype=dtype)
     )
@@ -92,6 +160,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     def compute(rows: slice) -> list[Tensor]:
         return [
             KERNELS.linear(x[rows], linear),
+            KERNELS.linear(x[rows, :288].contiguous(), exact),
             KERNELS.experts(x[rows], ids[rows], weights[rows], experts),
         ]
 
@@ -99,6 +168,38 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     for first, last in ((0, 1), (1, 3), (5, 8), (7, 11), (30, 37), (3, 40)):
         for alone, expected in zip(compute(slice(first, last)), together, strict=True):
             assert torch.equal(alone, expected[first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_rounded_with_the_best_of_many_scales(dtype: torch.dtype) -> None:
+    weight = random(3, 37, 200, dtype=dtype)
+    weight[0, 5, 32:64] = 0
+    weight[1, 3, :32] *= torch.where(torch.arange(32) == 7, 100.0, 1e-3)
+    packed = KERNELS.pack_heads(weight.transpose(1, 2))
+    actual, expected = unpacked(packed.tensor, 37, 200), rounded_weight(weight)
+    plain = joined(torch.mul(*kept(blocks_of(weight), q8_0_scale(weight))), 200)
+
+    def squared_error(rounded: Tensor) -> Tensor:
+        return blocks_of(rounded - weight.float()).square().sum(dim=-1)
+
+    least, allowed = squared_error(expected), squared_error(plain)
+    # where two scales are equally good to f32, another one may have been taken
+    assert torch.allclose(squared_error(actual), least, rtol=1e-4, atol=1e-12)
+    assert (squared_error(actual) <= allowed * (1 + 1e-5)).all()
+    assert float(squared_error(actual).sum() / allowed.sum()) < 0.8
+    assert torch.equal(actual[0, 5, 32:64], torch.zeros(32))
+
+
+def q8_0_scale(weight: Tensor) -> Tensor:
+    return blocks_of(weight).abs().amax(dim=-1, keepdim=True) / 127
+
+
+def test_a_row_of_a_weight_is_rounded_by_itself() -> None:
+    weight = random(50, 100)
+    together = unpacked(KERNELS.pack_linear(weight).tensor, 50, 100)[0]
+    for first, last in ((0, 1), (17, 20), (33, 50)):
+        alone = KERNELS.pack_linear(weight[first:last].contiguous())
+        assert torch.equal(unpacked(alone.tensor, last - first, 100)[0], together[first:last])
 
 
 def test_rows_of_zeros_stay_zeros() -> None:

@@ -127,6 +127,16 @@ def test_both_spellings_of_rope_mean_the_same() -> None:
         ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"eos_token_id": "end"}, "eos_token_id"),
+        ({"eos_token_id": [1, True]}, "eos_token_id"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be an integer >= 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, got 63"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
+        ({"rope_scaling": {"type": "yarn", "factor": float("inf")}}, "factor must be a number"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}},
+            r"weight_block_size must be \[rows, columns\], got \[128, 0\]",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], named: str) -> None:

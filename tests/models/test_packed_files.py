@@ -77,6 +77,26 @@ def test_no_more_folders_than_allowed_are_kept(tmp_path: Path) -> None:
     assert "key0" not in names
 
 
+def test_a_folder_that_vanishes_meanwhile_does_not_stop_a_start(tmp_path: Path) -> None:
+    (tmp_path / "vanished").symlink_to(tmp_path / "nowhere")
+    assert Start(tmp_path / "key").num_made == 2
+    assert Start(tmp_path / "key").num_made == 0
+
+
+def test_what_a_killed_start_left_is_removed_and_what_is_being_written_stays(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "key"
+    folder.mkdir()
+    for name, mtime in (("partial-old", 1), ("partial-new", None)):
+        (folder / name).write_bytes(b"x")
+        if mtime:
+            os.utime(folder / name, (mtime, mtime))
+    Start(folder)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"partial-new", "dense.safetensors", "experts-0-2.safetensors"}
+
+
 def test_a_fingerprint_follows_content_and_layout(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(10_000))

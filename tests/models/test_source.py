@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 import whalepod.models
@@ -66,6 +68,33 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(SourceError, match=rf"v3-nano cannot be written to {tmp_path}"):
         resolve_model("v3-nano", cache_folder=tmp_path)
+
+
+def test_something_in_a_presets_place_is_named(tmp_path: Path) -> None:
+    folder = resolve_model("v3-nano", cache_folder=tmp_path, with_weights=False)
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+
+    with pytest.raises(
+        SourceError, match=rf"v3-nano cannot be written to {folder}: .* not an empty"
+    ):
+        resolve_model("v3-nano", cache_folder=tmp_path, with_weights=False)
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_dummy_weights_download_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_weights: bool
+) -> None:
+    wanted: list[str] = []
+
+    def snapshot(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        wanted.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve_model("some-lab/some-model", with_weights=with_weights) == tmp_path
+    assert ("*.safetensors" in wanted) == with_weights
+    assert "*.json" in wanted
 
 
 def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

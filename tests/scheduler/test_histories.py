@@ -59,6 +59,8 @@ class Arrival:
 @dataclass(frozen=True)
 class Cancel:
     which: int
+    index: int | None
+    """One answer only; None: all of the request."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Step:
     """One step, and what happens before its end."""
 
     outcome: str
-    cancels: tuple[int, ...]
+    cancels: tuple[Cancel, ...]
     arrivals: tuple[Arrival, ...]
     which: int
 
@@ -95,10 +97,11 @@ arrivals = st.builds(
     prompt_logprobs=st.sampled_from([False, False, False, True]),
 )
 indices = st.integers(0, 7)
+cancels = st.builds(Cancel, indices, st.sampled_from([None, 0, 1, 2]))
 steps = st.builds(
     Step,
     outcome=st.sampled_from(["ok", "ok", "ok", "ok", "failed", "row error"]),
-    cancels=st.sampled_from([(), (), (), (0,), (1,), (2, 0)]),
+    cancels=st.one_of(st.just(()), st.just(()), st.lists(cancels, max_size=2).map(tuple)),
     arrivals=st.one_of(st.just(()), st.just(()), arrivals.map(lambda arrival: (arrival,))),
     which=indices,
 )
@@ -116,9 +119,7 @@ histories = st.builds(
     config=configs,
     num_blocks=st.sampled_from([3, 5, 8, 12, 40]),
     num_drafts=st.sampled_from([0, 0, 1, 3]),
-    events=st.lists(st.one_of(arrivals, steps, steps, st.builds(Cancel, indices)), max_size=40).map(
-        tuple
-    ),
+    events=st.lists(st.one_of(arrivals, steps, steps, cancels), max_size=40).map(tuple),
 )
 
 
@@ -138,7 +139,7 @@ class Run:
         self.engine = SimulatedEngine(self.scheduler)
         self.engine.num_drafts = history.num_drafts
         self.expected: dict[str, tuple[Request, int]] = {}
-        self.lost: set[str] = set()
+        self.lost: set[tuple[str, int]] = set()
         self.num_tokens = 0
         for item in history.events:
             self._play(item)
@@ -148,7 +149,7 @@ class Run:
         if isinstance(item, Arrival):
             self._arrive(item)
         elif isinstance(item, Cancel):
-            self._cancel(item.which)
+            self._cancel(item)
         else:
             self._step(item)
 
@@ -169,26 +170,30 @@ class Run:
         self.expected[request.request_id] = (request, limit)
         self.num_tokens += limit * arrival.n
 
-    def _cancel(self, which: int) -> None:
-        request_id = f"r{which}"
-        self.scheduler.cancel(request_id)
+    def _cancel(self, item: Cancel) -> None:
+        request_id = f"r{item.which}"
+        self.scheduler.cancel(request_id, item.index)
         if request_id in self.expected:
-            self.lost.add(request_id)
+            self._lose(request_id, item.index)
+
+    def _lose(self, request_id: str, index: int | None = None) -> None:
+        num_answers = self.expected[request_id][0].num_sequences
+        self.lost |= {(request_id, i) for i in range(num_answers) if index in (None, i)}
 
     def _step(self, item: Step) -> None:
         plan = self.engine.step()
         if plan is None:
             assert not self.scheduler.has_work, "requests are alive, but no step is planned"
             return
-        for which in item.cancels:
-            self._cancel(which)
+        for cancel in item.cancels:
+            self._cancel(cancel)
         for arrival in item.arrivals:
             self._arrive(arrival)
         if item.outcome == "failed":
             self.engine.fail(plan)
         elif item.outcome == "row error":
             row = plan.rows[item.which % len(plan.rows)]
-            self.lost.add(self.scheduler.owner(row.sequence_id)[0])
+            self._lose(self.scheduler.owner(row.sequence_id)[0])
             self.engine.finish(plan, failing=frozenset({row.sequence_id}))
         else:
             self.engine.finish(plan)
@@ -201,7 +206,7 @@ class Run:
     def check_answers(self) -> None:
         for request_id, (request, limit) in self.expected.items():
             for index in range(request.num_sequences):
-                if request_id not in self.lost:
+                if (request_id, index) not in self.lost:
                     self._check_answer(request, index, limit)
 
     def _check_answer(self, request: Request, index: int, limit: int) -> None:
@@ -226,7 +231,7 @@ def test_any_history_ends_with_reference_answers_and_all_blocks_back(history: Hi
         ("prefix hit", stats.prefix_cache_hits_tokens),
         ("copy", sum(len(plan.copies) for plan in run.engine.plans)),
         ("drafts", sum(row.num_drafts for plan in run.engine.plans for row in plan.rows)),
-        ("lost request", len(run.lost)),
+        ("lost answer", len(run.lost)),
     ):
         if happened:
             event(name)

@@ -41,6 +41,7 @@ def record() -> bytes:
         scheduler.finish(StepResult(step=5, rows=()))
     engine.fail(plan)
     scheduler.cancel("r2")
+    scheduler.cancel("r3", 1)
     while scheduler.has_work:
         scheduler.note_clock(123)
         engine.run_step()
@@ -105,7 +106,7 @@ def test_journal_cut_off_by_a_crash_replays_up_to_there(num_bytes: int) -> None:
     ("items", "message"),
     [
         ([], "found nothing"),
-        ([["whalepod journal", 99, {}]], r"\('whalepod journal', 3\).* 99"),
+        ([["whalepod journal", 99, {}]], r"\('whalepod journal', 5\).* 99"),
         ([["another file", 1, {}]], "another file"),
         ([3], "a frame is 3"),
     ],

@@ -494,6 +494,51 @@ def test_request_cancelled_in_flight_yields_nothing_and_is_free_after_the_step()
     assert scheduler.stats().num_owned_blocks == 0
 
 
+def test_the_announced_tokens_count_answers_that_share_a_prompt_without_a_prefix_cache() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_seqs=2, enable_prefix_caching=False)
+    engine = SimulatedEngine(scheduler)
+    scheduler.add(make_request("a", PROMPT[:13], n=2, ignore_eos=True))
+    engine.run_step()
+    plan = engine.run_step()  # compares what is planned with what was announced
+    assert plan is not None
+    assert len(plan.rows) == 2
+
+
+def test_one_answer_that_is_cancelled_leaves_the_others_alone() -> None:
+    request = make_request("a", PROMPT[:9], n=3, max_tokens=30, ignore_eos=True)
+    for num_steps in range(6):
+        scheduler = make_scheduler()
+        engine = SimulatedEngine(scheduler)
+        scheduler.add(make_request("a", PROMPT[:9], n=3, max_tokens=30, ignore_eos=True))
+        for _ in range(num_steps):
+            engine.run_step()
+        plan = engine.step() if num_steps % 2 else None
+        scheduler.cancel("a", 1)
+        scheduler.cancel("a", 1)
+        scheduler.cancel("a", 7)
+        if plan is not None:
+            engine.finish(plan)
+        engine.run_step()
+        assert 1 not in {scheduler.owner(row.sequence_id)[1] for row in engine.plans[-1].rows}
+        engine.run()
+        for index in (0, 2):
+            answer = engine.answers["a", index]
+            wanted = reference_answer(request, index, max_total_tokens=39)
+            assert (answer.token_ids, answer.finish_reason) == wanted
+        assert ("a", 1) not in engine.answers or engine.answers["a", 1].finish_reason is None
+
+
+def test_the_last_answers_cancel_ends_the_request() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", PROMPT[:9], n=2))
+    for index in range(2):
+        assert scheduler.has_work
+        scheduler.cancel("a", index)
+    assert not scheduler.has_work
+    assert scheduler.num_queued_requests == 0
+    scheduler.check()
+
+
 def test_failed_step_keeps_no_token_shares_no_block_and_is_planned_again() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=16)
     engine = SimulatedEngine(scheduler)

@@ -20,6 +20,7 @@ class FakeServer:
     step_s: float = 0.0
     api_key: str | None = None
     ready: bool = True
+    models: list[Any] = field(default_factory=lambda: [{"id": "fake"}])
     bodies: list[dict[str, Any]] = field(default_factory=list)
     fail_after: int | None = None
     """Completions after so many get a 503."""
@@ -45,7 +46,7 @@ class FakeServer:
 
     async def _get(self, path: str, send: Any) -> None:
         if path == "/v1/models":
-            await self._reply(send, 200, {"data": [{"id": "fake"}]})
+            await self._reply(send, 200, {"data": self.models})
         elif path in ("/ready", "/health"):
             await self._reply(send, 200 if self.ready else 503, {"reason": "loading"})
         elif path == "/metrics":

@@ -161,3 +161,9 @@ def test_profiles_have_no_block_in_common() -> None:
     workloads = [WorkloadConfig(profile=name, num_requests=20) for name in names]  # type: ignore[arg-type]
     ids = [{i for r in make_requests(workload) for i in r.hash_ids} for workload in workloads]
     assert len(set.union(*ids)) == sum(map(len, ids))
+
+
+@pytest.mark.parametrize("fields", [{"num_documents": 0}, {"pause_ms": -1}])
+def test_a_workload_that_cannot_be_is_refused_by_name(fields: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        WorkloadConfig(**fields)  # type: ignore[arg-type]

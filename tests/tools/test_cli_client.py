@@ -11,7 +11,7 @@ import pytest
 
 from tests.tools.fake_openai_server import FakeServer
 from whalepod.tools import cli
-from whalepod.tools.client import Client, ClientError
+from whalepod.tools.client import Client, ClientError, events_of
 from whalepod.tools.ps import parse_metrics
 from whalepod.tools.terminal import ChatConfig, Conversation, Sampling, ServerAddress
 
@@ -131,6 +131,37 @@ def test_ps_says_why_a_server_is_not_ready(
     fake_server.ready = False
     assert cli.main(["ps", fake_server.url]) == 1
     assert 'not ready: {"reason": "loading"}' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["ps"], ["complete", "x", "--url"]])
+def test_what_is_no_model_server_is_named_in_one_sentence(
+    command: list[str], fake_server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_server.models = ["a page", "of somebody else"]
+    assert cli.main([*command, fake_server.url]) == 1
+    captured = capsys.readouterr()
+    assert "/v1/models is no list of models" in captured.out + captured.err
+
+
+def test_an_address_that_is_none_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["complete", "x", "--url", "http://[::1"]) == 1
+    assert "http://[::1" in capsys.readouterr().err
+    assert cli.main(["ps", "http://[::1"]) == 1
+    assert "down: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('data: {"error": "it broke"}', "it broke"),
+        ('data: {"error": {"message": "it broke"}}', "it broke"),
+        ("data: <html>", "what is no event: <html>"),
+        ("data: [1]", r"what is no event: \[1\]"),
+    ],
+)
+def test_a_broken_event_of_a_stream_is_named(line: str, says: str) -> None:
+    with pytest.raises(ClientError, match=says):
+        list(events_of(iter([": ping", "", line])))
 
 
 def test_metrics_are_summed_over_labels_and_comments_skipped() -> None:

@@ -52,6 +52,22 @@ def test_deepseek_v3_has_its_published_sizes() -> None:
     assert sizes.weights_bytes["bf16"] > 1.9 * sizes.weights_bytes["fp8"]
 
 
+def test_int8_weights_take_the_bytes_that_the_kernels_pack_them_into() -> None:
+    torch = pytest.importorskip("torch")
+    from whalepod.kernels.cpu import Int8CpuKernels
+
+    packed = Int8CpuKernels(num_threads=1).pack_linear(torch.zeros(64, 128))
+    config = parse_config(preset_config("v3-mini"))
+    sizes, embedding = measure(config), 32768 * 1024
+    num_layers = config.num_layers + config.num_mtp_layers
+    exact = num_layers * (config.q_lora_rank + config.cache_row_width) * config.hidden_size
+    values = (sizes.weights_bytes["bf16"] - 2 * embedding) / 2  # norms and routers hardly count
+
+    assert packed.tensor.numel() * packed.tensor.itemsize == 64 * 128 * 34 / 32
+    expected = (values - exact) * 34 / 32 + 2 * exact
+    assert sizes.weights_bytes["int8"] - 2 * embedding == pytest.approx(expected, rel=0.002)
+
+
 @pytest.mark.parametrize("preset", ["v3-nano", "v2-nano", "v3-mini"])
 def test_parameters_are_those_of_the_model_in_transformers(preset: str) -> None:
     torch = pytest.importorskip("torch")
@@ -117,6 +133,7 @@ def test_doctor_says_that_a_model_does_not_fit(
     ("content", "fragment"),
     [
         ("{", "is not a config.json"),
+        ("[1]", "is not a config.json: it holds a list"),
         ('{"model_type": "llama"}', "model_type is 'llama'"),
         ('{"model_type": "deepseek_v3"}', "is missing"),
     ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +302,19 @@ def test_a_full_disk_is_foreseen(tmp_path: Path) -> None:
     with pytest.raises(SynthesisError, match=r"takes \d+ bytes, .* left; cut layers or experts"):
         synthesize("v3-nano", tmp_path / "out", overrides={"vocab_size": 1 << 50})
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    for name, age_s in (("old", 9000), ("new", 0)):
+        partial = tmp_path / f"nano.partial-{name}"
+        partial.mkdir()
+        (partial / "config.json").write_text("{}")
+        for path in (partial / "config.json", partial):
+            os.utime(path, (time.time() - age_s,) * 2)
+
+    synthesize("v3-nano", tmp_path / "nano", with_weights=False)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"nano", "nano.partial-new"}
 
 
 def test_nothing_is_left_after_a_failure(tmp_path: Path) -> None:

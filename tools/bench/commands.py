@@ -19,7 +19,9 @@ from whalepod.tools.flags import Groups, add_command
 
 def add_bench_commands(app: App, groups: Groups, client_env: Sequence[str]) -> None:
     """Register them below `bench`; `client_env` are the fields that the environment may set."""
-    bench = App(name="bench", help="Measure a server.", help_format="plaintext")
+    bench = App(
+        name="bench", help="Measure a server, the engine, or its parts.", help_format="plaintext"
+    )
     app.command(bench)
     add_command(
         bench, bench_serve, BenchServeConfig, name="serve", groups=groups, env_fields=client_env

@@ -50,6 +50,11 @@ class WorkloadConfig:
         for name in ("trace_block", "num_requests", "input_len", "output_len", "turns", "turn_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_documents < 1 or self.pause_ms < 0:
+            raise ValueError(
+                f"num_documents ({self.num_documents}) must be at least 1, pause_ms "
+                f"({self.pause_ms}) at least 0"
+            )
         if not 0 <= self.min_token_id <= self.max_token_id:
             raise ValueError(
                 f"min_token_id ({self.min_token_id}) must be in 0..max_token_id "

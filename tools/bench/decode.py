@@ -143,7 +143,7 @@ def _bench_model(engine: EngineConfig, config: DecodeConfig) -> int:
 
 def _roofs(engine: EngineConfig, config: DecodeConfig) -> list[Roof]:
     """Measure steps of one token per request against the limits of the machine."""
-    from whalepod.server.build import load_model_for_bench
+    from whalepod.server.build_model import load_model_for_bench
 
     loaded = load_model_for_bench(engine, config.context + 1)
     return [

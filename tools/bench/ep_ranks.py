@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -45,7 +46,7 @@ def run_rank(
         end.send(f"{type(error).__name__}: {error}")
 
 
-class _Measured:
+class _Measured(ABC):
     """A mode on one rank, and its input."""
 
     heap_bytes: int
@@ -69,8 +70,9 @@ class _Measured:
         self._weights_TK = torch.rand(num_tokens, config.choices, generator=random)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @abstractmethod
     def repeat(self) -> tuple[Sample, Sample]:
-        raise NotImplementedError
+        """Measure one dispatch and one combine."""
 
     def _copy(self, num_bytes: int) -> Elapsed:
         """Return the time of one plain copy, from a common start."""

@@ -22,7 +22,7 @@ from whalepod.models.config import ConfigError, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.source import SourceError, resolve_model
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
-from whalepod.server.build import load_model_for_bench
+from whalepod.server.build_model import load_model_for_bench
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
 from whalepod.tools.bench.roof import random_batch
@@ -118,7 +118,7 @@ class Q8Kernels(ReferenceKernels):
     def __init__(self, *, rounds_rows: bool) -> None:
         self._rounds_rows = rounds_rows
 
-    def pack_linear(self, weight_NK: Tensor) -> Packed:
+    def pack_linear(self, weight_NK: Tensor, is_sensitive: bool = False) -> Packed:
         return round_to_q8_0(weight_NK)
 
     def pack_heads(self, weight_NAB: Tensor) -> Packed:

@@ -18,7 +18,7 @@ from whalepod.tools.table import format_table
 if TYPE_CHECKING:
     from whalepod.kernels.interface import Kernels
     from whalepod.models.batch import ForwardBatch
-    from whalepod.server.build import LoadedModel
+    from whalepod.server.build_model import LoadedModel
 
 _STREAM_BYTES = 256 << 20
 _GEMM_SIZE = 1024

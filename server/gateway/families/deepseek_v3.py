@@ -23,6 +23,7 @@ DEEPSEEK_V3 = Family(
     reasoning_parser_names=frozenset(),
     tool_call_parser_names=frozenset({"deepseek_v3"}),
     markers=TOOL_MARKERS,
+    reasoning_start=None,
     reasoning_end=None,
     call_openers=(CALLS, CALL),
     recognises=lambda template: "<｜Assistant｜>" in template and THINK_END not in template,

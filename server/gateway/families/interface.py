@@ -111,6 +111,8 @@ class Family:
     tool_call_parser_names: frozenset[str]
     markers: tuple[str, ...]
     """Markup that must reach the parser, be it made of special tokens or not."""
+    reasoning_start: str | None
+    """The marker behind which the reasoning begins, unless the prompt holds it already."""
     reasoning_end: str | None
     """The marker behind which the answer begins; None: the family does not reason."""
     call_openers: tuple[str, ...]

@@ -1,0 +1,220 @@
+"""The part of the composition root that loads a model, and chooses the kernels it runs on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.kernels.cpu import CpuKernels, Int8CpuKernels
+from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
+from whalepod.kernels.reference import ReferenceKernels
+from whalepod.models.canary import NotInvariantError, canary
+from whalepod.models.config import ConfigError, ModelConfig, load_config
+from whalepod.models.deepseek_v3 import DeepseekV3
+from whalepod.models.packed_files import PackedFiles, fingerprint
+from whalepod.models.source import (
+    EMBEDDED_MODEL,
+    SourceError,
+    compiled_code_folder,
+    default_cache_folder,
+    resolve_model,
+)
+from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
+from whalepod.mtp.module import MtpModule
+from whalepod.scheduler.config import SchedulerConfig
+from whalepod.server.build_speculation import load_mtp, wants_mtp
+from whalepod.server.cache_memory import settle_length
+from whalepod.server.config import EngineConfig, ModelSource
+from whalepod.server.errors import StartupError
+from whalepod.server.progress import reporter
+
+ANY_CHUNK = 2**31
+"""Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
+CANARY_POSITIONS = 2 * BLOCK_TOKENS
+"""The canary's text needs so many, however short the requests may be."""
+SMALLEST_KEPT_BYTES = 256 << 20
+"""Checkpoints below it are packed at each start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model, what it was read from, and the kernels that it runs on."""
+
+    model: DeepseekV3
+    config: ModelConfig
+    engine_config: EngineConfig
+    """What was asked for, with the model's own limits in place of zeros."""
+    kernels: Kernels
+    folder: Path
+    weights_bytes: int
+    mtp: tuple[MtpModule, ...] = ()
+    """The layers that draft, if speculation uses them."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of the routed experts that are loaded here."""
+        return self.model.expert_bytes + sum(module.expert_bytes for module in self.mtp)
+
+    @property
+    def num_cache_layers(self) -> int:
+        return self.config.num_layers + len(self.mtp)
+
+
+class NewPlacement(Protocol):
+    """Says where the routed experts live, once it is known how many there are.
+
+    `limits` are settled. Raises StartupError if they cannot be spread.
+    """
+
+    def __call__(
+        self, config: ModelConfig, limits: SchedulerConfig, kernels: Kernels, dtype: torch.dtype
+    ) -> ExpertPlacement: ...
+
+
+def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) -> LoadedModel:
+    """Read or make the weights that the configuration names."""
+    source = config.source
+    with_weights = source.load_format != "dummy"
+    folder = resolve_model(source.model, source.revision, with_weights=with_weights)
+    model_config = load_config(folder)
+    config = replace(config, scheduler=settle_length(config.scheduler, model_config))
+    dtype = _choose_dtype(source, model_config)
+    kernels = choose_kernels(config, dtype)
+    placement = None
+    if new_placement is not None:
+        placement = new_placement(model_config, config.scheduler, kernels, dtype)
+    weights = _new_weights(config, model_config, folder, kernels, dtype, placement)
+    model = DeepseekV3(
+        model_config,
+        weights,
+        kernels,
+        max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
+        absorbed_max_query_tokens=(
+            ANY_CHUNK if config.device.batch_invariant else config.device.absorbed_max_query_tokens
+        ),
+        placement=placement,
+    )
+    mtp: tuple[MtpModule, ...] = ()
+    if wants_mtp(config.speculation, model_config):
+        mtp = load_mtp(model, weights, kernels, config.speculation.max_depth, placement)
+    if isinstance(weights, CheckpointWeights):
+        weights.save_packed()
+    if config.device.batch_invariant:
+        canary(model)
+    return LoadedModel(
+        model=model,
+        config=model_config,
+        engine_config=config,
+        kernels=kernels,
+        folder=folder,
+        weights_bytes=weights.bytes_read,
+        mtp=mtp,
+    )
+
+
+def load_model_for_bench(config: EngineConfig, num_positions: int) -> LoadedModel:
+    """Load a model without an engine around it, for texts of up to `num_positions` tokens.
+
+    Raises StartupError, one sentence, for what a user can mend.
+    """
+    if config.device.num_threads:
+        torch.set_num_threads(config.device.num_threads)
+    limits = replace(config.scheduler, max_model_len=num_positions)
+    off = replace(config.speculation, speculation="off")
+    with startup_errors():
+        return load_model(replace(config, scheduler=limits, speculation=off))
+
+
+@contextmanager
+def startup_errors() -> Iterator[None]:
+    """Raise StartupError, one sentence, for what goes wrong in the block and a user can mend."""
+    try:
+        yield
+    except (ConfigError, SourceError, WeightsError, NotInvariantError) as error:
+        raise StartupError(str(error)) from error
+    except MemoryError as error:
+        raise StartupError(f"not enough memory for the model: {error}") from error
+
+
+def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:
+    if source.dtype == "fp32" or (source.dtype == "auto" and source.model == EMBEDDED_MODEL):
+        return torch.float32
+    if source.dtype == "bf16":
+        return torch.bfloat16
+    return torch.float32 if config.torch_dtype == "float32" else torch.bfloat16
+
+
+def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
+    """Return the operations of the device, compiled."""
+    device, is_int8 = config.device, config.source.quantization == "int8"
+    if device.device != "cpu":
+        raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
+    if device.kernels == "reference":
+        if is_int8:
+            raise StartupError(
+                "--kernels reference has no --quantization int8: drop one of the two"
+            )
+        return ReferenceKernels()
+    kind = Int8CpuKernels if is_int8 else CpuKernels
+    kernels = kind(
+        num_threads=device.num_threads or None,
+        is_invariant=device.batch_invariant,
+        code_folder=compiled_code_folder(),
+    )
+    kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
+    return kernels
+
+
+def _new_weights(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    folder: Path,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    placement: ExpertPlacement | None,
+) -> Weights:
+    if config.source.load_format == "dummy":
+        return DummyWeights(model_config, dtype=dtype, seed=config.source.seed)
+    return CheckpointWeights(
+        folder,
+        model_config,
+        dtype=dtype,
+        progress=reporter("weights", "MiB", 1 << 20),
+        packed_files=_packed_files(folder, kernels, dtype, placement),
+    )
+
+
+def _packed_files(
+    folder: Path, kernels: Kernels, dtype: torch.dtype, placement: ExpertPlacement | None
+) -> PackedFiles | None:
+    """Return the files of packed weights; None for a model so small that packing takes no time."""
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if num_bytes < SMALLEST_KEPT_BYTES or kernels.packed_layout is None:
+        return None
+    layout = f"{kernels.packed_layout}/{dtype}"
+    parent = default_cache_folder() / "packed"
+    owned = placement.owned if placement else None
+    experts = f"{owned.start}-{owned.stop}" if owned else "all"
+    return PackedFiles(parent / fingerprint(folder, layout), experts=experts)
+
+
+def eos_token_ids_of(loaded: LoadedModel) -> frozenset[int]:
+    """Return the ends of sequence that config.json and generation_config.json name."""
+    file = loaded.folder / "generation_config.json"
+    try:
+        extra = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except FileNotFoundError:
+        extra = None
+    except (ValueError, AttributeError) as error:
+        raise StartupError(f"{file} cannot be read: {error}") from error
+    ids = [] if extra is None else extra if isinstance(extra, list) else [extra]
+    if not all(type(token_id) is int for token_id in ids):
+        raise StartupError(f"{file}: eos_token_id must be integers, got {extra!r}")
+    return frozenset(loaded.config.eos_token_ids).union(ids)
