@@ -293,7 +293,8 @@ def asked_again(rng: random.Random, split: Split, item: Task) -> Task:
     """Ask for the tool of `item` in other words and with other values."""
     family = _families(split).get(item.key)
     if family is None or family.arguments.keys() != item.spelled.keys():
-        request, values = _composed_request(rng, split, *item.key.split("_"), item.spelled)
+        verb, noun = item.key.split("_")
+        request, values = _composed_request(rng, split, verb, noun, item.spelled)
         call = item.call[0], {item.spelled[key]: value for key, value in values.items()}
         return replace(item, request=request, call=call)
     slots = _draw_slots(rng, split, family)
