@@ -11,10 +11,12 @@ import pytest
 
 import whalepod.tools.tiny_data
 from whalepod.tools.tiny_data import markup, mixture, words
+from whalepod.tools.tiny_data.passages import OPAQUE_CORES, opaque_form
 from whalepod.tools.tiny_data.phrasing import opened, varied
+from whalepod.tools.tiny_data.plain import PLAIN
 from whalepod.tools.tiny_data.relations import RELATIONS
 from whalepod.tools.tiny_data.sample import Patterns, Sample, spoken
-from whalepod.tools.tiny_data.tool_tasks import FAMILIES
+from whalepod.tools.tiny_data.tool_tasks import FAMILIES, opaque_name
 from whalepod.tools.tiny_eval import Answer, calls_right_tool, is_right
 
 
@@ -68,6 +70,38 @@ def test_words_put_around_a_pattern_never_make_a_held_out_one() -> None:
 
     assert len(forms) > 1_000
     assert not [form for form in forms if "hi do you know the sum" in spoken(form)]
+
+
+def test_sentences_with_a_verb_that_says_nothing_are_never_held_out_ones() -> None:
+    rng = random.Random(0)
+    for name in OPAQUE_CORES:
+        told = RELATIONS[name].told
+        held_out = [spoken(form) for form in (*told.dev, *told.test)]
+        forms = {opaque_form(rng, name) for _ in range(500)}
+
+        assert len(forms) > 400
+        assert all("{n}" in form and "{v}" in form for form in forms)
+        assert not [form for form in forms if any(other in spoken(form) for other in held_out)]
+
+
+def test_plain_passages_never_hold_a_held_out_pattern() -> None:
+    def bare(form: str) -> str:
+        return re.sub(r"\{\w+\}", "{}", spoken(form))
+
+    patterns = [form for item in RELATIONS.values() for form in (item.told, item.asked)]
+    held_out = {bare(form) for item in patterns for form in (*item.dev, *item.test)}
+    plain = [form for item in PLAIN for form in (*item.told, *(asked for asked, _ in item.asked))]
+
+    assert len(plain) > 50
+    assert not [form for form in plain if any(other in bare(form) for other in held_out)]
+
+
+def test_tool_names_that_say_nothing_are_never_held_out_ones() -> None:
+    held_out = {name for item in FAMILIES.values() for name in (*item.names.dev, *item.names.test)}
+    names = {opaque_name(random.Random(seed)) for seed in range(2_000)}
+
+    assert len(names) > 1_500
+    assert not names & held_out
 
 
 def test_the_held_out_prompts_are_those_of_earlier_figures() -> None:

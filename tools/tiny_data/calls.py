@@ -68,9 +68,7 @@ def _two_cities(rng: random.Random, split: Split, first: Task) -> tuple[list[Tas
     second = words.city(rng, split)
     while second == city:
         second = words.city(rng, split)
-    other = Task(
-        first.key, first.tool, first.request, (name, {argument: second}), first.result, first.answer
-    )
+    other = replace(first, call=(name, {argument: second}))
     return [first, other], first.request.replace(city, f"{city} and {second}")
 
 
@@ -92,7 +90,11 @@ def result_sample(rng: random.Random, split: Split) -> Sample:
         output = rng.choice(
             (words.made_up_word(rng), str(rng.randint(0, 9999)), short_text(rng, split))
         )
+        if split == "train" and rng.random() < 0.5:
+            output = rng.choice((" ", ", ")).join(str(_any_value(rng)) for _ in range(2))
         answer, values = f"The result is: {output}", (output,)
+    elif split == "train" and draw < 0.55:
+        output, answer, values = _unknown_result(rng, known=set(item.result))
     messages: list[Message] = [user(item.request), calling(rng, [item.call])]
     messages.append({"role": "tool", "tool_call_id": "call_0", "content": output})
     contains = tuple(value for value in values if has_word(answer, value))
@@ -103,6 +105,36 @@ def result_sample(rng: random.Random, split: Split) -> Sample:
         answer=answer,
         expected=Expected(contains=contains),
     )
+
+
+_RESULT_KEYS = words.listed(
+    """
+    weather wind rain sky time date price total amount name city title status state value number
+    count size speed color length level code text message answer reply place day hour score owner
+    address user_name file_size total_count max_value stock_price next_day phone temperature temp
+    result hits
+    """
+)
+
+
+def _unknown_result(rng: random.Random, known: set[str]) -> tuple[str, str, tuple[str, ...]]:
+    """Make a result with other keys than `known`, the answer that tells them, and the values."""
+    keys = known
+    while keys == known:
+        drawn = rng.sample([*_RESULT_KEYS, *(words.made_up_word(rng) for _ in range(15))], 2)
+        keys = set(drawn[: rng.choice((1, 1, 2))])
+    found = {key: _any_value(rng) for key in sorted(keys)}
+    told = " and ".join(f"the {key.replace('_', ' ')} is {found[key]}" for key in found)
+    return json.dumps(found), told[0].upper() + told[1:] + ".", tuple(map(str, found.values()))
+
+
+def _any_value(rng: random.Random) -> str | int:
+    return rng.choice(
+        (rng.randint(0, 99), rng.randint(100, 99_999), words.made_up_word(rng),
+         rng.choice(words.COLORS), words.any_city(rng), words.any_name(rng),
+         rng.choice(("rain", "snow", "sunny", "cold", "open", "closed", "low", "high", "full")),
+         f"{rng.randint(0, 23):02}:{rng.randint(0, 59):02}")
+    )  # fmt: skip
 
 
 def calling(rng: random.Random, calls: list[Call]) -> Message:

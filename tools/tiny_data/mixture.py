@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 
-from whalepod.tools.tiny_data import calls, copying, facts, passages, sums, talk
+from whalepod.tools.tiny_data import calls, copying, facts, passages, plain, sums, talk
 from whalepod.tools.tiny_data.sample import Sample, Split
 
 Maker = Callable[[random.Random, Split], Sample]
@@ -15,6 +15,7 @@ MAKERS: dict[str, Maker] = {
     "think_sum": sums.think_sum_sample,
     "passage": passages.passage_sample,
     "think_passage": passages.think_passage_sample,
+    "plain": plain.plain_sample,
     "copy": copying.copy_sample,
     "json": copying.json_sample,
     "call": calls.call_sample,
@@ -38,7 +39,7 @@ MIXTURE: dict[str, float] = {
     "sum": 14, "drill": 6, "think_sum": 5, "passage": 6, "quiz": 9, "think_passage": 2, "copy": 6,
     "json": 6, "call": 5, "think_call": 2, "session": 10, "result": 2, "missing": 2,
     "idle_tool": 3, "greeting": 3, "outside": 2, "fact": 4, "memory": 2, "story": 2,
-    "think_talk": 1, "conversation": 2,
+    "think_talk": 1, "conversation": 2, "plain": 2,
 }  # fmt: skip
 """Weights by number of samples; tool prompts are long, so their share of the tokens is larger."""
 

@@ -99,6 +99,45 @@ _FILLERS = (
 )
 
 
+OPAQUE_CORES: dict[str, Sequence[str]] = {
+    "city": ("{n} {w} in {v}", "{n} {w} {v}", "in {v} {w} {n}", "the {o} of {n} is {v}"),
+    "job": ("{n} {w} as a {v}", "{n} {w} a {v}", "as a {v} {w} {n}", "{n}, a {v}, {w}"),
+    "food": ("{n} {w} {v}", "{n} {w} {o} {v}", "{v} {w} {n}", "{n} {w} {o} and {v}"),
+    "color": ("{n} {w} a {v} {t}", "a {v} {t} {w} {n}", "the {v} {t} {w} {n}", "{n} {w} {v} {t}"),
+    "count": ("{n} {w} {v} {ts}", "{v} {ts} {w} {n}", "{n} {w} with {v} {ts}"),
+    "pet": ("{n} {w} a {p} {o} {v}", "{n} {w} the {p} {v}", "the {o} of {n}'s {p} {w} {v}"),
+    "day": ("{n} {w} on {v}", "{n} {w} {o} on {v}", "on {v} {w} {n}", "{n}'s {o} {w} on {v}"),
+    "code": ("{n} {w} the code {v}", "{n} {w} {v}", "the code {v} {w} {n}", "{v} {w} {n}"),
+}
+_VERBS = words.listed(
+    """
+    sees holds seeks knows asks gives sings reads writes draws says picks drops sends needs hides
+    calls cleans counts shows shares wins chooses names meets feels pulls brings hears marks looks
+    hopes turns stays waits chose sold held met took saw made drew got gave knew felt is was has
+    """
+)
+_TAILS = (
+    "", "", "", "", " today", " again", " at last", " with joy", " in the evening", " so far",
+    " too", " and smiles", " every week", " above all", " at the moment", " without a word",
+    " like before", " more than ever", " all the time", " this month",
+)  # fmt: skip
+_OPAQUE_SHARE = 0.15
+
+
+def opaque_form(rng: random.Random, relation: str) -> str:
+    """Make a training sentence whose verb says nothing: only owner and kind of value do."""
+    told = ALL_RELATIONS[relation].told
+    while True:
+        coined = words.made_up_word(rng, rng.choice((1, 2))) + rng.choice(("s", "s", "ed", ""))
+        verb = coined if rng.random() < 0.6 else rng.choice(_VERBS)
+        other = rng.choice((words.made_up_word(rng), "own", "big", "new", "good", "old", "first"))
+        core = rng.choice(OPAQUE_CORES[relation]).replace("{w}", verb).replace("{o}", other)
+        form = core + rng.choice(_TAILS) + "."
+        form = form if form[0] == "{" else form[0].upper() + form[1:]
+        if not any(spoken(held) in spoken(form) for held in (*told.dev, *told.test)):
+            return form
+
+
 @dataclass(frozen=True, slots=True)
 class _Fact:
     relation: str
@@ -110,7 +149,9 @@ class _Fact:
 
     def told(self, rng: random.Random, split: Split) -> str:
         form = self.form.told.pick(rng, split)
-        if split == "train" and form.startswith(("{n}", "{v}")) and rng.random() < 0.06:
+        if split == "train" and self.relation in OPAQUE_CORES and rng.random() < _OPAQUE_SHARE:
+            form = opaque_form(rng, self.relation)
+        elif split == "train" and form.startswith(("{n}", "{v}")) and rng.random() < 0.06:
             form = rng.choice(_TOLD_OPENINGS) + form
             if any(
                 spoken(other) in spoken(form)
@@ -193,11 +234,18 @@ def draw_fact(rng: random.Random, split: Split, relation: str, owner: str) -> _F
     return _Fact(relation, slots)
 
 
+_SAME_KIND_SHARE = 0.5
+"""Passages that tell the same of everybody, so that the owner alone decides."""
+
+
 def _facts(rng: random.Random, split: Split, count: int) -> list[_Fact]:
     """Draw facts that leave every question with one answer: no owner has a relation twice."""
-    owners = words.names(rng, split, max(2, (count + 1) // 2))
+    num_owners, num_kinds = max(2, (count + 1) // 2), max(2, count // 2 + 1)
+    if split == "train" and rng.random() < _SAME_KIND_SHARE:
+        num_owners, num_kinds = max(2, count), rng.choice((1, 2))
+    owners = words.names(rng, split, num_owners)
     relations = _relations(rng, split)
-    kinds = rng.sample(relations, min(len(relations), max(2, count // 2 + 1)))
+    kinds = rng.sample(relations, num_kinds)
     pairs = rng.sample([(kind, owner) for kind in kinds for owner in owners], count)
     facts: list[_Fact] = []
     for kind, owner in pairs:
@@ -260,7 +308,7 @@ def quiz_sample(rng: random.Random, split: Split) -> Sample:
     """Tell a few facts and ask for several of them, one turn each."""
     facts = _facts(rng, split, rng.randint(3, 5))
     text = told_passage(rng, split, facts, rng.choice((0, 0, 1)))
-    asked = rng.sample(facts, rng.randint(2, len(facts)))
+    asked = rng.sample(facts, len(facts) - rng.choice((0, 0, 1)))
     messages: list[Message] = []
     for fact in asked:
         question = fact.asked(rng, split)

@@ -30,6 +30,9 @@ _DEEDS = (
     "Can someone {c}?", "Somebody must {c}.", "Do me a favor and {c}.", "Can you help me to {c}?",
     "I would like to {c}.", "How about you {c}?", "Please {c} now.", "Please {c} right away.",
     "{C} again.", "{C} today, please.", "You can {c} for me.", "Hurry and {c}.",
+    "Please {c} for me.", "Could you please {c} for me?", "Would you {c} for me, please?",
+    "I want you to {c} for me.", "Just {c} for me.", "{C} for us.", "Please {c} for us.",
+    "{C} for me now.", "{C} for me, thanks.",
 )  # fmt: skip
 _THINGS = (
     "What is {c}?", "What is {c}?", "Tell me {c}.", "Give me {c}.", "{C}?", "{C}", "{C}, please.",

@@ -19,7 +19,7 @@ from whalepod.tools.tiny_data.sample import (
     sloppy,
     user,
 )
-from whalepod.tools.tiny_data.tool_tasks import distinct_tasks, tool_list
+from whalepod.tools.tiny_data.tool_tasks import asked_again, distinct_tasks, tool_list
 
 ABILITIES = (
     "I can add numbers, answer questions about a text, write JSON, call tools and tell stories."
@@ -269,10 +269,16 @@ def idle_tool_sample(rng: random.Random, split: Split) -> Sample:
 
 def session_sample(rng: random.Random, split: Split) -> Sample:
     """Give one list of tools and several turns: calls, their results, and turns without a tool."""
-    tasks = distinct_tasks(rng, split, rng.randint(2, 4))
+    tasks = distinct_tasks(rng, split, rng.choice((2, 3, 4, 4, 5)))
     known = tasks if len(tasks) < 3 or rng.random() < 0.7 else tasks[:-1]
     messages: list[Message] = []
-    for index, item in enumerate(tasks[:-1]):
+    served = tasks[:-1]
+    if split == "train":
+        served += [
+            asked_again(rng, split, rng.choice(served)) for _ in range(rng.choice((0, 0, 1, 2)))
+        ]
+        rng.shuffle(served)
+    for index, item in enumerate(served):
         messages += calls.served_round(rng, item, index)
         if rng.random() < 0.25:
             past = rng.choice((greeting_sample, fact_sample))(rng, split)
