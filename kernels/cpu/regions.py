@@ -28,7 +28,6 @@ from typing import Any, TypeAlias
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.core.caching import (
     CompileResultCacheImpl,
     FunctionCache,
@@ -38,7 +37,7 @@ from numba.core.caching import (
 from numba.core.ccallback import CFunc
 
 from whalepod.kernels.cpu import simd
-from whalepod.kernels.cpu.simd import intrinsic
+from whalepod.kernels.cpu.simd import give_way, intrinsic, relax
 
 _NUM_STAGES = 8
 _PATIENCE = 2000
@@ -299,20 +298,6 @@ def _load_acquire(typingctx, block, index):
 
 
 @intrinsic
-def _relax(typingctx):
-    """Tell the core that this is a spin loop."""
-
-    def codegen(context, builder, signature, args):
-        if str(builder.module.triple).startswith(("x86_64", "i686")):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            name = "llvm.x86.sse2.pause"
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
 def call_region(typingctx, code, block):
     """Call the machine code of a region at an address with the argument block at another."""
 
@@ -324,18 +309,6 @@ def call_region(typingctx, code, block):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _yield(typingctx):
-    """Let another thread have the core."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(ir.IntType(32), [])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
 
 
 @intrinsic
@@ -355,10 +328,10 @@ def wait_patiently(block, stage, num_items):
     """Return when all items of a stage are done; after a while, give the core away meanwhile."""
     num_looks = 0
     while _load_acquire(block, _NUM_STAGES + stage) < num_items:
-        _relax()
+        relax()
         num_looks += 1
         if num_looks > _PATIENCE:
-            _yield()
+            give_way()
 
 
 @njit
@@ -377,4 +350,4 @@ def finish(block, stage):
 def wait_for(block, stage, num_items):
     """Return when all items of a stage are done."""
     while _load_acquire(block, _NUM_STAGES + stage) < num_items:
-        _relax()
+        relax()

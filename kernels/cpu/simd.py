@@ -167,6 +167,36 @@ def keep_apart(typingctx):
     return types.void(), codegen
 
 
+def call_c(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Emit a call of a function of the C library, or of an intrinsic of LLVM."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, list(arguments))
+
+
+@intrinsic
+def relax(typingctx):
+    """Tell the core that this is a spin loop."""
+
+    def codegen(context, builder, signature, args):
+        if str(builder.module.triple).startswith(("x86_64", "i686")):
+            call_c(builder, "llvm.x86.sse2.pause", ir.VoidType())
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def give_way(typingctx):
+    """Let another thread have the core."""
+
+    def codegen(context, builder, signature, args):
+        call_c(builder, "sched_yield", I32)
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 def _pointer_from_address(kind: types.Type) -> Callable[..., Any]:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[-1], context.get_value_type(kind))
