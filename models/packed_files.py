@@ -15,9 +15,7 @@ import mmap
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from whalepod.kernels.interface import Kernels, Packed
+from whalepod.models.abandoned import drop_abandoned
 
 MAX_FOLDERS = 4
 """Packed checkpoints that are kept."""
@@ -35,7 +34,6 @@ _ALIGNMENT = 4096
 _SAMPLE_BYTES = 4096
 _MAX_SAMPLES = 2048
 _PARTIAL = "partial-"
-_ABANDONED_S = 3600.0
 _METADATA = "__metadata__"
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}
 
@@ -143,7 +141,7 @@ class PackedFiles:
             for i in range(facts["tensors"]):
                 tensors[f"{entry}/{i}"] = self._stored[name].get_tensor(f"{entry}/{i}")
         self._folder.mkdir(parents=True, exist_ok=True)
-        _drop_partial(self._folder)
+        drop_abandoned(self._folder.glob(f"{_PARTIAL}*"))
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         free_bytes = shutil.disk_usage(self._folder).free
         if free_bytes < 2 * num_bytes:
@@ -206,14 +204,6 @@ def _write_tensors(file: Any, tensors: dict[str, Tensor], metadata: dict[str, st
     file.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
         file.write(tensor.contiguous().view(torch.uint8).numpy().data)
-
-
-def _drop_partial(folder: Path) -> None:
-    """Remove what a start that was killed had begun; who still writes does so all the time."""
-    for path in folder.glob(f"{_PARTIAL}*"):
-        with suppress(FileNotFoundError):  # it was finished just now
-            if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                path.unlink()
 
 
 def _drop_oldest(parent: Path) -> None:

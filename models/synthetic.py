@@ -11,9 +11,8 @@ import json
 import math
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from whalepod.models.abandoned import drop_abandoned
 from whalepod.models.checkpoint_files import INDEX_NAME
 from whalepod.models.config import Fp8Config, ModelConfig, parse_config
 from whalepod.models.fp8 import quantize, scale_shape
@@ -32,8 +32,6 @@ from whalepod.models.weights import GATE_BIAS, SCALE_SUFFIX, DummyWeights
 
 DtypeName = Literal["bf16", "fp8", "fp32"]
 MAX_TOKENIZER_VOCAB = 8192
-ABANDONED_S = 3600.0
-"""Whoever still writes a checkpoint has touched a file of it since."""
 
 
 class SynthesisError(ValueError):
@@ -192,7 +190,7 @@ def _appearing_folder(out: Path, num_bytes: int) -> Iterator[Path]:
             f"the checkpoint takes {num_bytes} bytes, {out.parent} has {free_bytes} left; "
             "cut layers or experts, or choose another folder"
         )
-    _drop_abandoned(out)
+    drop_abandoned(out.parent.glob(f"{glob.escape(out.name)}.partial-*"))
     partial = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
     try:
@@ -200,15 +198,6 @@ def _appearing_folder(out: Path, num_bytes: int) -> Iterator[Path]:
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _drop_abandoned(out: Path) -> None:
-    """Remove what was begun for the same place by somebody who was killed."""
-    for partial in out.parent.glob(f"{glob.escape(out.name)}.partial-*"):
-        with suppress(FileNotFoundError):  # it was finished just now
-            newest_s = max(path.stat().st_mtime for path in (partial, *partial.glob("*")))
-            if time.time() - newest_s > ABANDONED_S:
-                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
