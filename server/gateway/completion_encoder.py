@@ -32,7 +32,6 @@ class CompletionEncoder:
         self._options = options
         self._tokenizer = tokenizer
         self._fields = header.fields("text_completion")
-        self._announced: set[int] = set()
         self._begun: set[int] = set()
 
     def frames(self, event: Event) -> bytes:
@@ -62,7 +61,7 @@ class CompletionEncoder:
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
-            **self._token_ids(choice.index, choice.token_ids),
+            **self._token_ids(choice.index, choice.token_ids, is_first=True),
         }
 
     def _text_frame(self, event: TextDelta) -> bytes:
@@ -72,12 +71,13 @@ class CompletionEncoder:
         """
         options = self._options
         shows_tokens = options.return_token_ids or options.num_top_logprobs is not None
-        if not event.text and not shows_tokens and event.index in self._begun:
-            return b""
+        is_first = event.index not in self._begun
         self._begun.add(event.index)
+        if not (event.text or shows_tokens or is_first):
+            return b""
         new_ids = () if event.is_prompt else event.token_ids
         logprobs = self._logprobs(event.token_ids, event.logprobs, event.text_offsets)
-        extra = self._token_ids(event.index, new_ids)
+        extra = self._token_ids(event.index, new_ids, is_first=is_first)
         return self._choice_frame(event.index, event.text, logprobs=logprobs, **extra)
 
     def _choice_frame(self, index: int, text: str, **fields: object) -> bytes:
@@ -100,13 +100,14 @@ class CompletionEncoder:
             return None
         return completion_logprobs(token_ids, logprobs, text_offsets, num_top, self._tokenizer)
 
-    def _token_ids(self, index: int, token_ids: Sequence[int]) -> dict[str, object]:
+    def _token_ids(
+        self, index: int, token_ids: Sequence[int], *, is_first: bool
+    ) -> dict[str, object]:
         """Return the new ids; the first time for a choice also those of its prompt."""
         if not self._options.return_token_ids:
             return {}
         fields: dict[str, object] = {"token_ids": list(token_ids)}
-        if index not in self._announced:
-            self._announced.add(index)
+        if is_first:
             prompt = self._options.prompts_token_ids[index // self._options.num_choices_per_prompt]
             fields["prompt_token_ids"] = list(prompt)
         return fields
