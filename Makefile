@@ -49,3 +49,4 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=.src $(BIN)/lint-imports --no-cache
+	$(BIN)/python -m whalepod.tools.size
