@@ -45,7 +45,6 @@ from whalepod.server.engine.sampling_state import SamplingState
 from whalepod.server.engine.scripted import TestHooks
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
-from whalepod.server.structured.backends import is_installed, new_compiler
 from whalepod.server.structured.interface import Compiler
 
 
@@ -102,12 +101,6 @@ def _refuse_hopeless(config: EngineConfig, *, is_rank: bool) -> None:
         raise StartupError(
             f"expert_parallel_size is {config.parallel.expert_parallel_size}, and this is one "
             "engine: ranks are started by `whalepod serve`"
-        )
-    name = config.structured_outputs_backend
-    if not is_installed(name):
-        raise StartupError(
-            f"--structured-outputs-backend {name}: the package {name} is not installed; "
-            f"pip install 'whalepod[{name}]', or leave the flag out"
         )
 
 
@@ -213,14 +206,15 @@ def _new_hooks(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> TestHooks 
 
 
 def _new_grammars(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> GrammarStore | None:
-    name = loaded.engine_config.structured_outputs_backend
     file, vocab_size = loaded.folder / "tokenizer.json", loaded.config.vocab_size
     if not file.exists() or not eos_token_ids:
         return None
 
     def load() -> Compiler:
+        from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
+
         text = file.read_text(encoding="utf-8")
-        return new_compiler(name, text, vocab_size, sorted(eos_token_ids))
+        return LlguidanceCompiler(text, vocab_size, sorted(eos_token_ids))
 
     return GrammarStore(load)
 

@@ -13,7 +13,6 @@ from whalepod.scheduler.config import SchedulerConfig
 
 DtypeName = Literal["auto", "bf16", "fp32"]
 TransportName = Literal["shm", "gloo", "cuda_ipc", "nvshmem"]
-GrammarBackendName = Literal["llguidance", "xgrammar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +126,17 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     structured_outputs_backend: Annotated[
-        GrammarBackendName, "library that keeps answers to their grammars"
+        str, "library that keeps answers to their grammars; llguidance is the only one"
     ] = "llguidance"
     enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
     record: Annotated[str | None, "write every engine input to this file, for replay"] = None
+
+    def __post_init__(self) -> None:
+        if self.structured_outputs_backend != "llguidance":
+            raise ValueError(
+                f"structured_outputs_backend ({self.structured_outputs_backend}) must be "
+                "llguidance: other libraries are not supported"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeAlias
 
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import TokenLogprob
-from whalepod.server.config import GrammarBackendName
 
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -94,7 +93,7 @@ class EngineInfo:
     """What carries rows between the ranks; empty: there is one."""
     speculation: str = "off"
     """Who drafts and how many tokens, for people: "mtp, adaptive up to 4"."""
-    structured_outputs_backend: GrammarBackendName = "llguidance"
+    structured_outputs_backend: str = "llguidance"
 
 
 class SequenceOutput(NamedTuple):

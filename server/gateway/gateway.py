@@ -122,7 +122,6 @@ class Gateway:
             self.tokenizer.transformers.backend_tokenizer.to_str(),
             self.upstream.info.vocab_size,
             [] if eos is None else [eos],
-            backend=self.upstream.info.structured_outputs_backend,
             timeout_s=GRAMMAR_TIMEOUT_S,
         )
 

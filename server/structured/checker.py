@@ -15,7 +15,6 @@ from typing import Any
 import orjson
 
 from whalepod.scheduler.params import Constraint
-from whalepod.server.config import GrammarBackendName
 from whalepod.server.structured.interface import CompilerUnavailableError, GrammarError
 from whalepod.server.structured.worker import MAX_CPU_S
 
@@ -36,12 +35,10 @@ class GrammarChecker:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         *,
-        backend: GrammarBackendName,
         timeout_s: float,
         start_timeout_s: float = 120.0,
     ) -> None:
         self._vocabulary = {
-            "name": backend,
             "tokenizer_json": tokenizer_json,
             "vocab_size": vocab_size,
             "eos_token_ids": list(eos_token_ids),

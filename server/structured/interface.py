@@ -1,4 +1,4 @@
-"""What the gateway and the engine need of a grammar library."""
+"""What the gateway and the engine need of the grammar library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GrammarError(ValueError):
 
 
 class CompilerUnavailableError(RuntimeError):
-    """Nobody can say now whether a grammar compiles; the message is for the client."""
+    """Whether a grammar compiles is unknown for now; the message is for the client."""
 
 
 class Matcher(Protocol):

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from whalepod.scheduler.params import Constraint
 from whalepod.server.structured.interface import GrammarError, Matcher
 from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, decode_rules
-from whalepod.server.structured.unconstrained import Unconstrained
 
 WHITE_SPACE: Final = r"[ \t\r\n]{0,8}"
 """Between two tokens of JSON: a model that likes spaces must come to an end."""
@@ -25,9 +24,14 @@ _REPEATED_REPEAT: Final = re.compile(r"[*+?}]\*")
 
 
 class LlguidanceCompiler:
-    """A `Compiler`; its arguments are `new_compiler`'s."""
+    """A `Compiler`."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Read the vocabulary of a `tokenizer.json`.
+
+        vocab_size     width of the model's logits, which may exceed the tokenizer's vocabulary
+        eos_token_ids  tokens that end a text; allowed wherever the grammar may end
+        """
         self._tokenizer = LLTokenizer(
             tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids)
         )
@@ -60,6 +64,22 @@ class LlguidanceMatcher:
 
     def copy(self) -> Self:
         return type(self)(self._matcher.deep_copy(), self._vocab_size)
+
+
+class Unconstrained:
+    """A `Matcher` that allows every token: only the reasoning of its text has a bound."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._all_V = np.ones(vocab_size, np.bool_)
+
+    def consume(self, token_id: int) -> bool:
+        return True
+
+    def allowed(self) -> NDArray[np.bool_]:
+        return self._all_V
+
+    def copy(self) -> Self:
+        return self  # it has no place in a grammar
 
 
 def _grammar(constraint: Constraint) -> str:

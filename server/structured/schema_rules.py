@@ -1,7 +1,7 @@
-"""Lark grammars with JSON schemas in them: the one description that every backend reads.
+"""Lark grammars with JSON schemas in them: what the gateway writes and the library reads.
 
-The rules are Lark, as far as all backends know it: texts in quotes, tokens as `<[id]>`, `|`,
-groups and `{m,n}`. How a rule becomes a JSON schema is each backend's own affair.
+The rules use little of Lark: texts in quotes, tokens as `<[id]>`, `|`, groups and `{m,n}`. A rule
+that is a JSON schema stands apart, so that its author needs no dialect of a library.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from pathlib import Path
 import orjson
 
 from whalepod.scheduler.params import Constraint
-from whalepod.server.structured.backends import new_compiler
 from whalepod.server.structured.interface import Compiler, GrammarError
+from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
 
 MAX_CPU_S = 2
 """Of one grammar, counted in whole seconds: wall time says little on a busy machine."""
@@ -36,7 +36,7 @@ def check(compiler: Compiler, constraint: Constraint) -> str | None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this one
-    compiler = new_compiler(**orjson.loads(sys.stdin.buffer.readline()))
+    compiler = LlguidanceCompiler(**orjson.loads(sys.stdin.buffer.readline()))
     limit_bytes = _address_bytes() + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     _answer({})

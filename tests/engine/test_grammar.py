@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,10 +12,9 @@ from tokenizers import Tokenizer
 
 from whalepod.models.synthetic_tokenizer import train_tokenizer
 from whalepod.scheduler.params import Constraint
-from whalepod.server.config import GrammarBackendName
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
-from whalepod.server.structured.backends import new_compiler
 from whalepod.server.structured.interface import Compiler, GrammarError, Matcher
+from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
 
 VOCAB_SIZE, NUM_TOKENS, EOS = 540, 512, 1
 """The model's logits are wider than the tokenizer's vocabulary, as real ones are."""
@@ -29,9 +27,9 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(NUM_TOKENS)
 
 
-@pytest.fixture(scope="module", params=get_args(GrammarBackendName))
-def compiler(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Compiler:
-    return new_compiler(request.param, tokenizer.to_str(), VOCAB_SIZE, [EOS])
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Compiler:
+    return LlguidanceCompiler(tokenizer.to_str(), VOCAB_SIZE, [EOS])
 
 
 def new_state(compiler: Compiler, regex: str, **fields: object) -> GrammarState:

@@ -19,7 +19,6 @@ from whalepod.server.config import (
     DeviceConfig,
     EngineConfig,
     GatewayConfig,
-    GrammarBackendName,
     ModelSource,
 )
 from whalepod.server.gateway.app import create_app
@@ -44,7 +43,6 @@ def real_gateway(
     checkpoint: Path,
     *,
     speculation: SpeculationConfig | None = None,
-    structured_outputs_backend: GrammarBackendName = "llguidance",
     **limits: Any,
 ) -> Iterator[RealGateway]:
     """Yield a gateway whose engine must be idle and whole at the end."""
@@ -55,7 +53,6 @@ def real_gateway(
             device=DeviceConfig(kernels="reference", num_threads=1),
             scheduler=scheduler,
             speculation=speculation or SpeculationConfig(),
-            structured_outputs_backend=structured_outputs_backend,
             enable_test_hooks=True,
         )
     )

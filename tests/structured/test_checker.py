@@ -23,9 +23,7 @@ BAD = Constraint(kind="regex", grammar="(a")
 @asynccontextmanager
 async def checker() -> AsyncIterator[GrammarChecker]:
     """Start a worker, and end it."""
-    checker = GrammarChecker(
-        train_tokenizer(512).to_str(), 540, [1], backend="llguidance", timeout_s=DEADLINE_S
-    )
+    checker = GrammarChecker(train_tokenizer(512).to_str(), 540, [1], timeout_s=DEADLINE_S)
     try:
         async with asyncio.timeout(DEADLINE_S):
             await checker.check(Constraint(kind="regex", grammar="start"))

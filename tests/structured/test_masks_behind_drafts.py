@@ -10,7 +10,6 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,12 +17,11 @@ from tokenizers import Tokenizer
 
 import whalepod.models
 from whalepod.scheduler.params import Constraint
-from whalepod.server.config import GrammarBackendName
 from whalepod.server.engine.grammar import GrammarState
 from whalepod.server.gateway.families.call_grammar import v3_call_grammar, v31_call_grammar
 from whalepod.server.gateway.families.interface import CallOptions
-from whalepod.server.structured.backends import new_compiler
 from whalepod.server.structured.interface import Compiler, Matcher
+from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
 from whalepod.server.structured.schema_rules import RuleSet, one_of, quoted
 
 TINY = Path(whalepod.models.__file__).parent / "tiny"
@@ -88,9 +86,9 @@ GRAMMARS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=get_args(GrammarBackendName))
-def compiler(request: pytest.FixtureRequest) -> Compiler:
-    return new_compiler(request.param, TOKENIZER.to_str(), VOCAB_SIZE, [EOS])
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return LlguidanceCompiler(TOKENIZER.to_str(), VOCAB_SIZE, [EOS])
 
 
 class Walk:
