@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from whalepod.ep_comm.row_kernels.cache import compiled
 from whalepod.ep_comm.row_kernels.memory import (
     F32,
     add_scaled_row,
@@ -20,6 +19,7 @@ from whalepod.ep_comm.row_kernels.memory import (
     to_e4m3,
     u8_at,
 )
+from whalepod.kernels.cpu.compile_cache import compiled
 
 _GROUP = 128
 _E4M3_MAX = np.float32(448.0)

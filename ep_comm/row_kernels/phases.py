@@ -15,7 +15,6 @@ from numba import njit
 
 from whalepod.ep_comm.group import COUNT_BITS, COUNT_MASK, FIRST_ABORT
 from whalepod.ep_comm.modes.low_latency_config import NUM_SETS
-from whalepod.ep_comm.row_kernels.cache import compiled
 from whalepod.ep_comm.row_kernels.loops import (
     collect,
     combine as sum_of_rows,
@@ -38,6 +37,7 @@ from whalepod.ep_comm.row_kernels.memory import (
     u8_at,
 )
 from whalepod.ep_comm.row_kernels.waiting import now_ns, wait_until
+from whalepod.kernels.cpu.compile_cache import compiled
 
 ALL_HERE = 0
 GIVEN_UP = -1

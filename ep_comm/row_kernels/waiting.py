@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from whalepod.ep_comm.row_kernels.cache import compiled
 from whalepod.ep_comm.row_kernels.memory import load_acquire
+from whalepod.kernels.cpu.compile_cache import compiled
 from whalepod.kernels.cpu.simd import I32, I64, call_c, give_way, intrinsic, relax
 
 SPIN_LOOKS = 200

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
 import struct
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,15 +25,10 @@ from typing import Any, TypeAlias
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core.caching import (
-    CompileResultCacheImpl,
-    FunctionCache,
-    IndexDataCacheFile,
-    _CacheLocator,
-)
 from numba.core.ccallback import CFunc
 
 from whalepod.kernels.cpu import simd
+from whalepod.kernels.cpu.compile_cache import CompileCache
 from whalepod.kernels.cpu.simd import give_way, intrinsic, relax
 
 _NUM_STAGES = 8
@@ -57,87 +49,6 @@ class Region:
 
     body: Callable[[Any], None]
     arguments: str
-
-
-class _Place(_CacheLocator):
-    """Where numba's cache keeps the code of one function."""
-
-    def __init__(self, function: Callable[..., Any], folder: Path) -> None:
-        source = function.__code__.co_filename
-        self._folder = str(folder / self.get_suitable_cache_subpath(source))
-        self._line = function.__code__.co_firstlineno
-
-    def get_cache_path(self) -> str:
-        return self._folder
-
-    def get_source_stamp(self) -> str:
-        return _SOURCES
-
-    def get_disambiguator(self) -> str:
-        return str(self._line)
-
-
-class _PlacedCode(CompileResultCacheImpl):
-    """What numba's cache keeps of a compiled function, in a folder of our choice."""
-
-    def __init__(self, function: Callable[..., Any], folder: Path) -> None:
-        self._locator = _Place(function, folder)  # numba's own constructor would look for one
-        name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
-        self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
-
-
-class _CodeCache(FunctionCache):
-    """Numba's cache of machine code, stamped with all sources of this folder.
-
-    Numba looks only at the file of the function itself, and would keep code that inlined an older
-    version of another file. It also keeps one index per function: of two processes that compile
-    it for two dtypes at once, each can leave the other's code under its own name. So there is an
-    index per function, signature and machine here; whoever writes it last writes the same.
-    """
-
-    def __init__(self, function: Callable[..., Any], folder: Path | None) -> None:
-        """folder: None takes numba's choice, beside the sources or in NUMBA_CACHE_DIR."""
-        if folder is None:
-            super().__init__(function)
-            return
-        self._name, self._py_func = repr(function), function
-        self._impl = _PlacedCode(function, folder)
-        self._cache_path = self._impl.locator.get_cache_path()
-        self.enable()
-
-    def _load_overload(self, signature: Any, target_context: Any) -> Any:
-        self._choose_files(signature, target_context.codegen())
-        try:
-            return super()._load_overload(signature, target_context)
-        except OSError:  # saving says why
-            return None
-
-    def _save_overload(self, signature: Any, data: Any) -> None:
-        self._choose_files(signature, data.codegen)
-        try:
-            super()._save_overload(signature, data)
-        except OSError as error:
-            logger.warning(
-                "compiled kernels cannot be kept in %s (%s): each start compiles them again",
-                self._cache_path, error.strerror,
-            )  # fmt: skip
-
-    def _choose_files(self, signature: Any, codegen: Any) -> None:
-        key = repr(self._index_key(signature, codegen)).encode()
-        name = f"{self._impl.filename_base}-{hashlib.sha256(key).hexdigest()[:16]}"
-        self._cache_file = IndexDataCacheFile(self._cache_path, name, _SOURCES)
-
-
-def _digest_sources() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-_SOURCES = _digest_sources()
-
-logger = logging.getLogger(__name__)
 
 
 Recorded: TypeAlias = tuple[int, bytes] | Callable[[], None]
@@ -193,10 +104,10 @@ class Team:
 
 
 class _RegionFunction(CFunc):
-    """A C callback of a region, with the cache above."""
+    """A C callback of a region, kept by `CompileCache`."""
 
     def keep_in(self, folder: Path | None) -> None:
-        self._cache = _CodeCache(self.__wrapped__, folder)
+        self._cache = CompileCache(self.__wrapped__, folder)
 
     def assembly(self) -> str:
         """Return the machine code as text; empty if it came from the cache."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from whalepod.kernels.cpu.compile_cache import compiled
 from whalepod.kernels.cpu.regions import Region, Team, _new_function, argument
 from whalepod.kernels.cpu.simd import i64_pointer, store
 
@@ -17,6 +18,10 @@ def _answer_region(block):  # type: ignore[no-untyped-def]
 
 
 ANSWER = Region(_answer_region, "1q")
+
+
+def _double(x):  # type: ignore[no-untyped-def]
+    return x + x
 
 
 def run_answer(folder: Path, dtype: torch.dtype) -> bool:
@@ -45,6 +50,17 @@ def test_two_dtypes_never_share_a_file(tmp_path: Path) -> None:
     names = [{file.name for file in (tmp_path / part).rglob("*.nb?")} for part in "ab"]
     assert all(len(found) == 2 for found in names)
     assert not names[0] & names[1]
+
+
+def test_functions_that_are_called_from_python_are_kept_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    for is_first in (True, False):
+        function = compiled(_double)
+        assert function(21) == 42
+        assert len(function.stats.cache_misses if is_first else function.stats.cache_hits) == 1
+    assert len(list(tmp_path.rglob("*.nbc"))) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_does_not_matter(
