@@ -39,7 +39,7 @@ $(CLIENTS)/.installed: $(CLIENT_LISTS:%=constraints/%.txt) constraints/clients-n
 	npm install --silent --no-audit --no-fund --prefix $(CLIENTS) $$(cat constraints/clients-npm.txt)
 	@touch $@
 
-# the model alone; `whalepod bench peers --help` says how to compare with llama.cpp and vLLM
+# the model alone; `python -m whalepod.tools.peers --help` says how to compare with llama.cpp and vLLM
 bench: install
 	$(BIN)/whalepod bench decode v3-mini --model-only --rounds 1
 	$(BIN)/whalepod bench prefill v3-mini --rounds 1

@@ -16,7 +16,12 @@ def listed_packages() -> set[str]:
     return set(settings["tool"]["setuptools"]["packages"])
 
 
-NOT_SHIPPED = {"whalepod.tools.size"}
+NOT_SHIPPED = {
+    "whalepod.tools.peers",
+    "whalepod.tools.size",
+    "whalepod.tools.tiny",
+    "whalepod.tools.tiny.data",
+}
 """Tools for those who work on whalepod."""
 
 

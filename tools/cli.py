@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,9 +32,7 @@ from whalepod.tools.bench.commands import add_bench_commands
 from whalepod.tools.bench.config import LoadConfig, ReportConfig, TargetConfig, WorkloadConfig
 from whalepod.tools.bench.decode import DecodeConfig
 from whalepod.tools.bench.ep import EpConfig
-from whalepod.tools.bench.peers import PeersConfig
 from whalepod.tools.bench.prefill import PrefillConfig
-from whalepod.tools.bench.quality_config import QualityConfig
 from whalepod.tools.client import ClientError
 from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
 from whalepod.tools.doctor import DoctorConfig
@@ -65,9 +63,7 @@ GROUPS: dict[type | str, str] = {
     ReportConfig: "Report",
     DecodeConfig: "Measurement",
     EpConfig: "Measurement",
-    PeersConfig: "Measurement",
     PrefillConfig: "Measurement",
-    QualityConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
     ServeOptions: "Command line",
@@ -75,26 +71,6 @@ GROUPS: dict[type | str, str] = {
 }
 CLIENT_ENV = ("url", "api_key")
 SERVE_CONFIGS = (EngineConfig, GatewayConfig, NodesConfig, ServeOptions)
-
-COMMANDS = frozenset(
-    [
-        "serve",
-        "worker",
-        "config",
-        "check",
-        "flags",
-        "completion",
-        "bench",
-        "decode",
-        "chat",
-        "complete",
-        "ps",
-        "doctor",
-        "synth",
-        "replay",
-    ]
-)
-"""Words that an error's hint repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,14 +319,38 @@ def _add_configuration_commands(app: App, sources: Sources) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    return run_app(make_app(), arguments)
+
+
+def run_alone(
+    module: str,
+    run: Callable[..., int],
+    *configs: type,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run a tool that is a module of its own, with MODEL as its one positional argument."""
+    app = App(name=f"python -m {module}", help_format="plaintext", result_action="return_value")
+    add_command(
+        app,
+        run,
+        *configs,
+        name=None,
+        groups={**GROUPS, **dict.fromkeys(configs[-1:], "Measurement")},
+        positional=("model",),
+        env_fields=(),
+    )
+    return run_app(app, arguments)
+
+
+def run_app(app: App, arguments: Sequence[str] | None) -> int:
+    """Run an app and return the exit code; an error is one sentence on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    app = make_app()
     try:
         return app(words, exit_on_error=False, print_error=False) or 0
     except (UsageError, CycloptsError) as error:
-        message, code = f"{_sentence(error)} (see `{_command(words)} --help`)", 2
+        message, code = f"{_sentence(error)} (see `{_command(app, words)} --help`)", 2
         cause: Exception = error
     except (StartupError, GroupLost, ClientError, OSError, ValueError, RuntimeError) as error:
         message, code, cause = _sentence(error), 1, error
@@ -370,10 +370,12 @@ def _sentence(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def _command(words: Sequence[str]) -> str:
-    names = []
-    for word in words[:2]:
-        if word not in COMMANDS:
+def _command(app: App, words: Sequence[str]) -> str:
+    """Return the command that `words` begin with, for an error's hint."""
+    names = [*app.name]
+    for word in words:
+        if word.startswith("-") or word not in app:
             break
+        app = app[word]
         names.append(word)
-    return " ".join(["whalepod", *names])
+    return " ".join(names)

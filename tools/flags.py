@@ -116,13 +116,14 @@ def add_command(
     app: App,
     run: Callable[..., int | None],
     *configs: type,
-    name: str,
+    name: str | None,
     groups: Groups | None = None,
     positional: Sequence[str] = (),
     env_fields: Sequence[str] | None = None,
 ) -> None:
     """Register `run(*configs)` as a command whose flags are the fields of `configs`.
 
+    name         of the command; None: it is what the app does
     positional   fields that may be given without a flag, in this order
     env_fields   fields that `WHALEPOD_*` may set; None: all of them
     """
@@ -151,7 +152,10 @@ def add_command(
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     command.__doc__ = _reflow(inspect.getdoc(run) or "")
-    app.command(command, name=name)
+    if name is None:
+        app.default(command)
+    else:
+        app.command(command, name=name)
 
 
 def _reflow(text: str) -> str:

@@ -33,7 +33,6 @@ OPTIONAL = {
     "triton": "GPU kernels: pip install triton (Linux)",
     "nvshmem4py-cu13": "expert parallelism over GPUs: pip install 'whalepod[cuda]'",
     "cupy-cuda13x": "CUDA IPC between ranks: pip install 'whalepod[cuda]'",
-    "nixl-cu13": "KV transfer between nodes: pip install 'whalepod[cluster]'",
 }
 
 

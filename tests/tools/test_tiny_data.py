@@ -9,15 +9,15 @@ import re
 
 import pytest
 
-import whalepod.tools.tiny_data
-from whalepod.tools.tiny_data import markup, mixture, words
-from whalepod.tools.tiny_data.passages import OPAQUE_CORES, opaque_form
-from whalepod.tools.tiny_data.phrasing import opened, varied
-from whalepod.tools.tiny_data.plain import PLAIN
-from whalepod.tools.tiny_data.relations import RELATIONS
-from whalepod.tools.tiny_data.sample import Patterns, Sample, spoken
-from whalepod.tools.tiny_data.tool_tasks import FAMILIES, opaque_name
-from whalepod.tools.tiny_eval import Answer, calls_right_tool, is_right
+import whalepod.tools.tiny.data
+from whalepod.tools.tiny.data import markup, mixture, words
+from whalepod.tools.tiny.data.passages import OPAQUE_CORES, opaque_form
+from whalepod.tools.tiny.data.phrasing import opened, varied
+from whalepod.tools.tiny.data.plain import PLAIN
+from whalepod.tools.tiny.data.relations import RELATIONS
+from whalepod.tools.tiny.data.sample import Patterns, Sample, spoken
+from whalepod.tools.tiny.data.tool_tasks import FAMILIES, opaque_name
+from whalepod.tools.tiny.evaluate import Answer, calls_right_tool, is_right
 
 
 def training_samples(count: int, seed: int = 0) -> list[Sample]:
@@ -26,8 +26,8 @@ def training_samples(count: int, seed: int = 0) -> list[Sample]:
 
 def module_patterns() -> list[Patterns]:
     found: list[Patterns] = []
-    for module_info in pkgutil.iter_modules(whalepod.tools.tiny_data.__path__):
-        module = importlib.import_module(f"whalepod.tools.tiny_data.{module_info.name}")
+    for module_info in pkgutil.iter_modules(whalepod.tools.tiny.data.__path__):
+        module = importlib.import_module(f"whalepod.tools.tiny.data.{module_info.name}")
         found += [value for value in vars(module).values() if isinstance(value, Patterns)]
     found += [item for relation in RELATIONS.values() for item in (relation.told, relation.asked)]
     return found + [family.requests for family in FAMILIES.values()]

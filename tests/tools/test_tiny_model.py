@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import DeepseekV3ForCausalLM
 
-from whalepod.tools import tiny_model, tiny_optimizer, train_tiny
+from whalepod.tools.tiny import model as tiny_model, train
+from whalepod.tools.tiny.optimizer import MasterOptimizer
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def test_optimizer_lowers_the_loss_and_skips_frozen_weights() -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 8, bias=False)
     frozen = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
-    optimizer = tiny_optimizer.MasterOptimizer([("w", layer.weight), ("f", frozen)])
+    optimizer = MasterOptimizer([("w", layer.weight), ("f", frozen)])
     x, y = torch.randn(64, 8), torch.randn(64, 8)
     losses = []
     for _ in range(20):
@@ -145,9 +146,9 @@ def test_a_resumed_optimizer_goes_on_as_the_first_would_have() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(64, 8), torch.randn(64, 8)
     layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(2)]
-    first, second = (tiny_optimizer.MasterOptimizer([("w", layer.weight)]) for layer in layers)
+    first, second = (MasterOptimizer([("w", layer.weight)]) for layer in layers)
 
-    def step(layer: torch.nn.Linear, optimizer: tiny_optimizer.MasterOptimizer) -> None:
+    def step(layer: torch.nn.Linear, optimizer: MasterOptimizer) -> None:
         torch.autograd.backward((layer(x) - y).square().mean())
         optimizer.step(0.02)
 
@@ -159,9 +160,9 @@ def test_a_resumed_optimizer_goes_on_as_the_first_would_have() -> None:
 
 
 def test_learning_rate_warms_up_holds_and_falls() -> None:
-    config = train_tiny.TrainConfig(out=Path("unused"))
+    config = train.TrainConfig(out=Path("unused"))
 
-    rates = [train_tiny.learning_rate(config, step, share) for step, share in
+    rates = [train.learning_rate(config, step, share) for step, share in
              ((0, 0.0), (1_000, 0.3), (1_000, 0.75), (1_000, 1.0))]  # fmt: skip
 
     assert rates[0] < rates[1] == config.learning_rate
@@ -169,10 +170,10 @@ def test_learning_rate_warms_up_holds_and_falls() -> None:
 
 
 def test_rows_are_padded_to_few_lengths_and_weighted_by_author() -> None:
-    batch = train_tiny.make_batch([([5, 6, 7], [0.0, 1.0, 1.0]), ([8], [0.3])], 32, pad=2)
+    batch = train.make_batch([([5, 6, 7], [0.0, 1.0, 1.0]), ([8], [0.3])], 32, pad=2)
 
     assert batch.ids.shape == batch.weights.shape == (2, 32)
     assert batch.ids[1, :2].tolist() == [8, 2]
     assert float(batch.weights.sum()) == pytest.approx(2.3)
     assert batch.num_tokens == 4
-    assert train_tiny.padded_length(33) == 48
+    assert train.padded_length(33) == 48

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from whalepod.tools.tiny_tokenizer import load_tokenizer
+from whalepod.tools.tiny.tokenizer import load_tokenizer
 
 _TOKENIZER = load_tokenizer(Path(__file__).parents[2] / "models" / "tiny")
 _BOS, _EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"

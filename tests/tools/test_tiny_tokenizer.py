@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from whalepod.tools import tiny_tokenizer
-from whalepod.tools.tiny_data import mixture, words
-from whalepod.tools.tiny_data.tool_tasks import FAMILIES
+from whalepod.tools.tiny import tokenizer as tiny_tokenizer
+from whalepod.tools.tiny.data import mixture, words
+from whalepod.tools.tiny.data.tool_tasks import FAMILIES
 
 _FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 _TOKENIZER = tiny_tokenizer.load_tokenizer(_FOLDER)

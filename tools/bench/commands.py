@@ -10,9 +10,7 @@ from whalepod.server.config import EngineConfig
 from whalepod.tools.bench.config import BenchServeConfig
 from whalepod.tools.bench.decode import DecodeConfig
 from whalepod.tools.bench.ep import EpConfig
-from whalepod.tools.bench.peers import PeersConfig
 from whalepod.tools.bench.prefill import PrefillConfig
-from whalepod.tools.bench.quality_config import QualityConfig
 from whalepod.tools.bench.ranks import RanksConfig
 from whalepod.tools.flags import Groups, add_command
 
@@ -30,9 +28,7 @@ def add_bench_commands(app: App, groups: Groups, client_env: Sequence[str]) -> N
     for name, run, *configs in (
         ("decode", bench_decode, EngineConfig, DecodeConfig),
         ("prefill", bench_prefill, EngineConfig, PrefillConfig),
-        ("quality", bench_quality, EngineConfig, QualityConfig),
         ("ranks", bench_ranks, EngineConfig, RanksConfig),
-        ("peers", bench_peers, PeersConfig),
     ):
         add_command(
             bench, run, *configs, name=name, groups=groups, positional=("model",), env_fields=()
@@ -76,27 +72,6 @@ def bench_ranks(engine: EngineConfig, config: RanksConfig) -> int:
     MODEL is loaded by both, and both answer the same prompts in turns. No server is needed.
     """
     from whalepod.tools.bench.ranks import bench_ranks as run
-
-    return run(engine, config)
-
-
-def bench_peers(config: PeersConfig) -> int:
-    """Measure this engine beside llama.cpp and vLLM in the same minutes.
-
-    The flags name the peers' programs; a peer that is not named is left out. They take turns with
-    the engine alone (prefill, decode) and over HTTP.
-    """
-    from whalepod.tools.bench.peers import bench_peers as run
-
-    return run(config)
-
-
-def bench_quality(engine: EngineConfig, config: QualityConfig) -> int:
-    """Measure how far int8 moves predictions from bf16, beside llama.cpp's q8_0.
-
-    MODEL is a checkpoint folder, a preset or a Hugging Face id; it is loaded five times.
-    """
-    from whalepod.tools.bench.quality import bench_quality as run
 
     return run(engine, config)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from whalepod.mtp.config import MAX_DRAFT_TOKENS
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
-from whalepod.tools.bench.roof import Roof, format_roofs, measure_roof
+from whalepod.tools.bench.roofline import Roof, format_roofs, measure_roof
 from whalepod.tools.bench.stages import StepTimes, format_steps, measure_steps
 from whalepod.tools.table import format_table
 

@@ -31,7 +31,7 @@ class PrefillConfig:
 def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:
     """Measure, print, and return the exit code."""
     from whalepod.server.build_model import load_model_for_bench
-    from whalepod.tools.bench.roof import format_roofs, measure_roof
+    from whalepod.tools.bench.roofline import format_roofs, measure_roof
 
     loaded = load_model_for_bench(engine, config.context + max(config.lengths))
     roofs = [measure_roof(loaded, 1, n, config.context, config.rounds) for n in config.lengths]

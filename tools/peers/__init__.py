@@ -1,0 +1,1 @@
+"""Comparisons with llama.cpp and vLLM; not shipped."""

@@ -1,0 +1,1 @@
+"""Makes the embedded model `tiny`: its text, its tokenizer, its training; not shipped."""
