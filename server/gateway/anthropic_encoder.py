@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
@@ -14,17 +14,16 @@ from whalepod.server.gateway.blocks import (
     BlockEnded,
     BlockEvent,
     BlockGrew,
-    BlockReader,
     BlockStarted,
-    blocks_of,
 )
 from whalepod.server.gateway.events import (
-    Answer,
+    Choice,
+    ChoiceStarted,
+    Delta,
     Event,
     Failed,
     Finished,
-    RoleStarted,
-    TextDelta,
+    FoldedAnswer,
     UsageReady,
 )
 from whalepod.server.gateway.sse import named_frame
@@ -48,17 +47,16 @@ class AnthropicEncoder:
         }  # fmt: skip
         self._num_prompt_tokens = num_prompt_tokens
         self._shows_thinking = shows_thinking
-        self._reader = BlockReader()
+        self._choice = Choice(0)
         self._stop: dict[str, object] = {}
 
     # -- whole ---------------------------------------------------------------------------------
 
-    def body(self, answer: Answer) -> dict[str, object]:
+    def body(self, answer: FoldedAnswer) -> dict[str, object]:
         (choice,) = answer.choices
-        assert choice.finish_reason is not None
         return {
             **self._message,
-            "content": [self._content_block(block) for block in blocks_of(choice)],
+            "content": [self._content_block(block) for block in choice.blocks],
             **_stop(choice.finish_reason, choice.stop_reason),
             "usage": _usage(answer.usage),
         }
@@ -77,13 +75,13 @@ class AnthropicEncoder:
 
     def frames(self, event: Event) -> bytes:
         match event:
-            case RoleStarted():
+            case ChoiceStarted():
                 return self._start(event.cached_tokens) + _PING
-            case TextDelta():
-                return self._grow(self._reader.push(event))
+            case Delta():
+                return self._block_frames(event.blocks)
             case Finished():
                 self._stop = _stop(event.reason, event.stop_reason)
-                return self._grow(self._reader.finish(event.reason))
+                return self._block_frames(event.blocks)
             case UsageReady():
                 usage = _usage(event)
                 return _frame("message_delta", delta=self._stop, usage=usage) + _frame(
@@ -101,11 +99,11 @@ class AnthropicEncoder:
         start: dict[str, object] = {"content": [], **_NO_STOP, "usage": _usage(usage)}
         return _frame("message_start", message={**self._message, **start})
 
-    def _grow(self, events: Iterator[BlockEvent]) -> bytes:
-        return b"".join(frame for event in events for frame in self._block_frames(event))
+    def _block_frames(self, events: Iterable[BlockEvent]) -> bytes:
+        return b"".join(frame for event in events for frame in self._frames_of(event))
 
-    def _block_frames(self, event: BlockEvent) -> Iterator[bytes]:
-        block = event.block
+    def _frames_of(self, event: BlockEvent) -> Iterator[bytes]:
+        block = self._choice.add_to_blocks(event)
         match event:
             case BlockStarted():
                 content = _started(block)

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from whalepod.scheduler.plan import TokenLogprob
+from whalepod.server.gateway.blocks import Block, BlockGrew, BlockStarted
 from whalepod.server.gateway.encoder import AnswerHeader, EncoderOptions, usage_fields
 from whalepod.server.gateway.events import (
-    Answer,
     Choice,
+    ChoiceStarted,
+    Delta,
     Event,
     Failed,
     Finished,
-    RoleStarted,
-    TextDelta,
-    ToolCall,
+    FoldedAnswer,
     UsageReady,
-)
-from whalepod.server.gateway.families.interface import (
-    ToolArguments,
-    ToolCallEnded,
-    ToolCallStarted,
 )
 from whalepod.server.gateway.logprobs import chat_logprobs
 from whalepod.server.gateway.sse import DONE, PING, frame
@@ -43,11 +38,10 @@ class ChatEncoder:
 
     def frames(self, event: Event) -> bytes:
         match event:
-            case RoleStarted():
-                delta: dict[str, object] = {"role": "assistant", "content": ""}
-                return self._choice_frame(event.index, delta)
-            case TextDelta():
-                return self._text_frame(event)
+            case ChoiceStarted():
+                return self._choice_frame(event.index, {"role": "assistant", "content": ""})
+            case Delta():
+                return self._text_frames(event)
             case Finished():
                 return self._choice_frame(
                     event.index, {}, finish_reason=event.reason, stop_reason=event.stop_reason
@@ -57,7 +51,7 @@ class ChatEncoder:
             case Failed():
                 return frame(event.error.body())
 
-    def body(self, answer: Answer) -> dict[str, object]:
+    def body(self, answer: FoldedAnswer) -> dict[str, object]:
         return {
             **self._object,
             "choices": [self._choice(choice) for choice in answer.choices],
@@ -66,11 +60,11 @@ class ChatEncoder:
         }
 
     def _choice(self, choice: Choice) -> dict[str, object]:
-        text = choice.text if choice.text or not choice.tool_calls else None
+        text, calls = choice.text, choice.calls
         message: dict[str, object] = {"role": "assistant", "content": text}
         message |= {"refusal": None, "annotations": [], **_reasoning(choice.reasoning)}
-        if choice.tool_calls:
-            message["tool_calls"] = [_tool_call(call) for call in choice.tool_calls]
+        if calls:
+            message |= {"content": text or None, "tool_calls": [_tool_call(c) for c in calls]}
         return {
             "index": choice.index,
             "message": message,
@@ -80,8 +74,8 @@ class ChatEncoder:
             **self._token_ids(choice.token_ids),
         }
 
-    def _text_frame(self, event: TextDelta) -> bytes:
-        """One frame for each part; the tokens of all go with the first."""
+    def _text_frames(self, event: Delta) -> bytes:
+        """One frame for each block's part; the tokens of all go with the first."""
         options = self._options
         deltas = list(_deltas(event))
         if not deltas and (options.return_token_ids or options.num_top_logprobs is not None):
@@ -116,14 +110,20 @@ class ChatEncoder:
         return {"prompt_token_ids": list(self._options.prompts_token_ids[0])}
 
 
-def _deltas(event: TextDelta) -> Iterator[dict[str, object]]:
-    if event.reasoning:
-        yield _reasoning(event.reasoning)
-    if event.text:
-        yield {"content": event.text}
-    for tool_event in event.tool_events:
-        if not isinstance(tool_event, ToolCallEnded):
-            yield {"tool_calls": [_tool_delta(tool_event)]}
+def _deltas(event: Delta) -> Iterator[dict[str, object]]:
+    """Yield how the message grows; the first delta of a call names it."""
+    for part in event.blocks:
+        match part:
+            case BlockGrew(kind="reasoning", text=text):
+                yield _reasoning(text)
+            case BlockGrew(kind="text", text=text):
+                yield {"content": text}
+            case BlockGrew(text=text, call_index=index):
+                yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            case BlockStarted(kind="call", call_index=index, call_id=call_id, name=name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                yield {"tool_calls": [call]}
 
 
 def _reasoning(text: str) -> dict[str, object]:
@@ -131,14 +131,6 @@ def _reasoning(text: str) -> dict[str, object]:
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
-def _tool_call(call: ToolCall) -> dict[str, object]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _tool_delta(event: ToolCallStarted | ToolArguments) -> dict[str, object]:
-    """Return the first delta of a call, which names it, or a piece of its arguments."""
-    if isinstance(event, ToolArguments):
-        return {"index": event.index, "function": {"arguments": event.text}}
-    function = {"name": event.name, "arguments": ""}
-    return {"index": event.index, "id": event.id, "type": "function", "function": function}
+def _tool_call(call: Block) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.text}
+    return {"id": call.call_id, "type": "function", "function": function}

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.encoder import AnswerHeader, EncoderOptions, usage_fields
 from whalepod.server.gateway.events import (
-    Answer,
     Choice,
+    ChoiceStarted,
+    Delta,
     Event,
     Failed,
     Finished,
-    RoleStarted,
-    TextDelta,
+    FoldedAnswer,
     UsageReady,
 )
 from whalepod.server.gateway.logprobs import completion_logprobs
@@ -36,9 +36,9 @@ class CompletionEncoder:
 
     def frames(self, event: Event) -> bytes:
         match event:
-            case RoleStarted():
+            case ChoiceStarted():
                 return b""
-            case TextDelta():
+            case Delta():
                 return self._text_frame(event)
             case Finished():
                 return self._choice_frame(
@@ -49,7 +49,7 @@ class CompletionEncoder:
             case Failed():
                 return frame(event.error.body())
 
-    def body(self, answer: Answer) -> dict[str, object]:
+    def body(self, answer: FoldedAnswer) -> dict[str, object]:
         choices = [self._choice(choice) for choice in answer.choices]
         return {**self._fields, "choices": choices, "usage": usage_fields(answer.usage)}
 
@@ -64,21 +64,21 @@ class CompletionEncoder:
             **self._token_ids(choice.index, choice.token_ids, is_first=True),
         }
 
-    def _text_frame(self, event: TextDelta) -> bytes:
+    def _text_frame(self, event: Delta) -> bytes:
         """One frame for what there is to say; that an answer has begun is said in any case.
 
         The first token may be half a character, or the start of a stop string.
         """
-        options = self._options
+        options, text = self._options, event.text
         shows_tokens = options.return_token_ids or options.num_top_logprobs is not None
         is_first = event.index not in self._begun
         self._begun.add(event.index)
-        if not (event.text or shows_tokens or is_first):
+        if not (text or shows_tokens or is_first):
             return b""
         new_ids = () if event.is_prompt else event.token_ids
         logprobs = self._logprobs(event.token_ids, event.logprobs, event.text_offsets)
         extra = self._token_ids(event.index, new_ids, is_first=is_first)
-        return self._choice_frame(event.index, event.text, logprobs=logprobs, **extra)
+        return self._choice_frame(event.index, text, logprobs=logprobs, **extra)
 
     def _choice_frame(self, index: int, text: str, **fields: object) -> bytes:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}

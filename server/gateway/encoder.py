@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from whalepod.server.gateway.events import Answer, Event, UsageReady
+from whalepod.server.gateway.events import Event, FoldedAnswer, UsageReady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class EncoderOptions:
     num_choices_per_prompt: int = 1
 
 
-class Encoder(Protocol):
+class AnswerEncoder(Protocol):
     """One API's view of the events."""
 
     @property
@@ -52,7 +52,7 @@ class Encoder(Protocol):
         """Return the stream's bytes for an event; b"" when the API says nothing about it."""
         ...
 
-    def body(self, answer: Answer) -> dict[str, object]:
+    def body(self, answer: FoldedAnswer) -> dict[str, object]:
         """Return the JSON object of a whole answer."""
         ...
 

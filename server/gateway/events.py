@@ -11,41 +11,49 @@ from typing import TypeAlias
 
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.api_errors import ApiError
-from whalepod.server.gateway.families.interface import (
-    ToolArguments,
-    ToolCallEnded,
-    ToolCallStarted,
-    ToolEvent,
+from whalepod.server.gateway.blocks import (
+    Block,
+    BlockEnded,
+    BlockEvent,
+    BlockGrew,
+    BlockStarted,
+    Kind,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoleStarted:
+class ChoiceStarted:
     """A choice begins; comes before everything else of its index."""
 
     index: int
     cached_tokens: int = 0
-    """Those of the prompt that were found in the cache, as far as known by now."""
+    """Tokens of the prompt that were found in the cache, as far as known by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
-    """What a choice said since the last delta, with the tokens that arrived since then.
+class Delta:
+    """How the blocks of a choice grew, with the tokens that arrived since the last delta.
 
-    The parts are in this order: reasoning, text, tool calls. What may be the beginning of a stop
-    string or of markup comes later than its tokens.
+    What may be the beginning of a stop string or of markup comes later than its tokens.
     """
 
     index: int
-    text: str
-    reasoning: str = ""
-    tool_events: tuple[ToolEvent, ...] = ()
+    blocks: tuple[BlockEvent, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
     """One per token when asked for; None for the first token of an echoed prompt."""
     text_offsets: tuple[int, ...] = ()
     """Where each token starts, in characters from the start of the choice's text."""
     is_prompt: bool = False
+
+    @property
+    def text(self) -> str:
+        """The new text, without reasoning and calls."""
+        return "".join(
+            event.text
+            for event in self.blocks
+            if isinstance(event, BlockGrew) and event.kind == "text"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +65,8 @@ class Finished:
     """"stop", "length" or "tool_calls"."""
     stop_reason: str | int | None = None
     """The stop string or the stop token that ended it."""
+    blocks: tuple[BlockEvent, ...] = ()
+    """The end of the last block; a choice without any gets an empty text before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,25 +77,15 @@ class UsageReady:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
-    """Those of `completion_tokens` that the model spent on its reasoning."""
+    """Tokens of the answer that the model spent on its reasoning."""
     accepted_prediction_tokens: int = 0
     """Tokens of the answer that had been guessed."""
     rejected_prediction_tokens: int = 0
     """Guesses that were computed and are not in the answer."""
 
     def __add__(self, other: UsageReady) -> UsageReady:
-        return UsageReady(
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            completion_tokens=self.completion_tokens + other.completion_tokens,
-            cached_tokens=self.cached_tokens + other.cached_tokens,
-            reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
-            accepted_prediction_tokens=(
-                self.accepted_prediction_tokens + other.accepted_prediction_tokens
-            ),
-            rejected_prediction_tokens=(
-                self.rejected_prediction_tokens + other.rejected_prediction_tokens
-            ),
-        )
+        names = self.__slots__
+        return UsageReady(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,40 +95,33 @@ class Failed:
     error: ApiError
 
 
-Event: TypeAlias = RoleStarted | TextDelta | Finished | UsageReady | Failed
-
-
-@dataclass(slots=True)
-class ToolCall:
-    """One call of a function, folded."""
-
-    id: str
-    name: str
-    arguments: str = ""
-    is_complete: bool = False
+Event: TypeAlias = ChoiceStarted | Delta | Finished | UsageReady | Failed
 
 
 @dataclass(slots=True)
 class Choice:
-    """One answer, folded."""
+    """One answer, folded as far as it has come."""
 
     index: int
-    reasonings: list[str] = field(default_factory=list)
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     logprob_token_ids: list[int] = field(default_factory=list)
     """The tokens of `logprobs`: with `echo` these begin with the prompt's."""
     text_offsets: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: str = ""
     stop_reason: str | int | None = None
 
-    def add(self, event: TextDelta) -> None:
-        self.reasonings.append(event.reasoning)
-        self.texts.append(event.text)
-        for tool_event in event.tool_events:
-            self._add_tool_event(tool_event)
+    def add(self, event: Delta | Finished) -> None:
+        self.add_tokens(event)
+        for block_event in event.blocks:
+            self.add_to_blocks(block_event)
+
+    def add_tokens(self, event: Delta | Finished) -> None:
+        """Fold all of an event but its blocks."""
+        if isinstance(event, Finished):
+            self.finish_reason, self.stop_reason = event.reason, event.stop_reason
+            return
         if not event.is_prompt:
             self.token_ids += event.token_ids
         if event.logprobs:
@@ -136,46 +129,52 @@ class Choice:
             self.logprob_token_ids += event.token_ids
             self.text_offsets += event.text_offsets
 
-    def _add_tool_event(self, event: ToolEvent) -> None:
+    def add_to_blocks(self, event: BlockEvent) -> Block:
+        """Fold one event of a block and return the block."""
         match event:
-            case ToolCallStarted():
-                self.tool_calls.append(ToolCall(event.id, event.name))
-            case ToolArguments():
-                self.tool_calls[event.index].arguments += event.text
-            case ToolCallEnded():
-                self.tool_calls[event.index].is_complete = True
+            case BlockStarted(index=index, kind=kind, call_id=call_id, name=name):
+                self.blocks.append(Block(index=index, kind=kind, call_id=call_id, name=name))
+            case BlockGrew():
+                self.blocks[-1].texts.append(event.text)
+            case BlockEnded():
+                self.blocks[-1].is_complete = event.is_complete
+        return self.blocks[-1]
 
     @property
     def text(self) -> str:
-        return "".join(self.texts)
+        return self._text_of("text")
 
     @property
     def reasoning(self) -> str:
-        return "".join(self.reasonings)
+        return self._text_of("reasoning")
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
+
+    def _text_of(self, kind: Kind) -> str:
+        return "".join(block.text for block in self.blocks if block.kind == kind)
 
 
 @dataclass(slots=True)
-class Answer:
+class FoldedAnswer:
     """All choices of a request in the order of their index, and the usage."""
 
     choices: list[Choice]
     usage: UsageReady
 
 
-async def fold(events: AsyncIterator[Event]) -> Answer:
+async def fold(events: AsyncIterator[Event]) -> FoldedAnswer:
     """Collect all events of a request; raises the ApiError of a failed one."""
     choices: dict[int, Choice] = {}
     async for event in events:
         match event:
-            case RoleStarted():
+            case ChoiceStarted():
                 choices[event.index] = Choice(event.index)
-            case TextDelta():
+            case Delta() | Finished():
                 choices[event.index].add(event)
-            case Finished():
-                choice = choices[event.index]
-                choice.finish_reason, choice.stop_reason = event.reason, event.stop_reason
             case UsageReady():
-                return Answer([choices[i] for i in sorted(choices)], event)
+                return FoldedAnswer([choices[i] for i in sorted(choices)], event)
             case Failed():
                 raise event.error
     raise AssertionError("a request ends with UsageReady or Failed")

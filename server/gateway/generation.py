@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.api_errors import ApiError, as_api_error
 from whalepod.server.gateway.events import (
+    ChoiceStarted,
+    Delta,
     Event,
     Failed,
     Finished,
-    RoleStarted,
-    TextDelta,
     UsageReady,
 )
-from whalepod.server.gateway.families.interface import Parser, ToolCallEnded, ToolCallStarted
-from whalepod.server.gateway.families.plain import PlainParser
+from whalepod.server.gateway.families.interface import Parser, PlainParser
 from whalepod.server.gateway.metrics import RequestTimer
-from whalepod.server.gateway.parts import DeltaParts
 from whalepod.server.gateway.stops import StopMatcher
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import SequenceOutput, Submit
@@ -59,8 +57,6 @@ class ChoiceDecoder:
         self._stops = StopMatcher(run.stops, run.include_stop)
         self._num_chars = 0
         self._started = False
-        self._num_calls = 0
-        self._in_call = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.num_accepted_drafts = 0
@@ -73,7 +69,7 @@ class ChoiceDecoder:
         """Yield the events of new tokens, as long as the choice is not done."""
         if not self._started:
             self._started = True
-            yield RoleStarted(index=self._index, cached_tokens=output.num_cached_tokens)
+            yield ChoiceStarted(index=self._index, cached_tokens=output.num_cached_tokens)
             if self._run.echo:
                 yield self._echo(prompt_logprobs)
         delta, stop = self._decode(output)
@@ -86,17 +82,21 @@ class ChoiceDecoder:
 
     def _finish(self, reason: str, stop_reason: str | int | None) -> Finished:
         self.done = True
-        if reason == "stop" and self._num_calls and not self._in_call:
-            reason = "tool_calls"
-        return Finished(index=self._index, reason=reason, stop_reason=stop_reason)
+        blocks = self._parser.blocks
+        has_calls = blocks.num_calls and not blocks.is_in_call
+        return Finished(
+            index=self._index,
+            reason="tool_calls" if reason == "stop" and has_calls else reason,
+            stop_reason=stop_reason,
+            blocks=blocks.finish(is_complete=reason != "length"),
+        )
 
     def _stop_token(self, output: SequenceOutput) -> int | None:
         asked = self._run.submit.params.stop_token_ids
         return output.stop_token_id if output.stop_token_id in asked else None
 
-    def _decode(self, output: SequenceOutput) -> tuple[TextDelta | None, str | None]:
+    def _decode(self, output: SequenceOutput) -> tuple[Delta | None, str | None]:
         """Decode token by token up to a stop string; ids, logprobs and text end together."""
-        parts = DeltaParts()
         offsets: list[int] = []
         stop = None
         for token_id in output.token_ids:
@@ -106,23 +106,21 @@ class ChoiceDecoder:
             self.num_reasoning_tokens += self._parser.in_reasoning and not ends
             piece = "" if ends and not self._run.include_stop else self._detokenizer.push(token_id)
             text, stop = self._match(piece)
-            parts.add(self._parser.feed(text))
+            self._parser.feed(text)
             if stop is not None:
                 break
         self._count_drafts(output, len(offsets))
         if stop is None and output.finish_reason is not None:
             text, stop = self._match(self._detokenizer.flush())
-            parts.add(self._parser.feed(text + self._stops.flush()))
+            self._parser.feed(text + self._stops.flush())
         if stop is not None or output.finish_reason is not None:
-            parts.add(self._parser.finish(complete=self._is_complete(output, stop)))
-        self._note_calls(parts)
-        if not offsets and parts.is_empty:
+            self._parser.finish(complete=self._is_complete(output, stop))
+        blocks = self._parser.blocks.take()
+        if not offsets and not blocks:
             return None, stop
-        delta = TextDelta(
+        delta = Delta(
             index=self._index,
-            text=parts.text,
-            reasoning=parts.reasoning,
-            tool_events=tuple(parts.tool_events),
+            blocks=blocks,
             token_ids=output.token_ids[: len(offsets)],
             logprobs=output.logprobs[: len(offsets)],
             text_offsets=tuple(offsets),
@@ -130,17 +128,12 @@ class ChoiceDecoder:
         return delta, stop
 
     def _is_complete(self, output: SequenceOutput, stop: str | None) -> bool:
-        """Say whether the model itself ended the answer."""
+        """Return whether the model itself ended the answer."""
         cut = stop is not None or self._stop_token(output) is not None
         return output.finish_reason == "stop" and not cut
 
-    def _note_calls(self, parts: DeltaParts) -> None:
-        for event in parts.tool_events:
-            self._num_calls += isinstance(event, ToolCallStarted)
-            self._in_call = not isinstance(event, ToolCallEnded)
-
     def _count_drafts(self, output: SequenceOutput, num_kept: int) -> None:
-        """Count guesses as the text is cut: behind a stop string none is accepted."""
+        """Count guesses as the text is cut: after a stop string none is accepted."""
         num_accepted = min(output.num_accepted_drafts, num_kept)
         num_drafts = output.num_accepted_drafts + output.num_rejected_drafts
         self.num_accepted_drafts += num_accepted
@@ -152,7 +145,7 @@ class ChoiceDecoder:
             return piece, None
         return self._stops.push(piece)
 
-    def _echo(self, prompt_logprobs: Sequence[TokenLogprob]) -> TextDelta:
+    def _echo(self, prompt_logprobs: Sequence[TokenLogprob]) -> Delta:
         token_ids = self._run.submit.prompt_token_ids
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=self._run.skip_special_tokens)
         texts, offsets = [], []
@@ -163,9 +156,10 @@ class ChoiceDecoder:
         texts.append(detokenizer.flush())
         self._num_chars += len(texts[-1])
         asked = self._run.submit.params.prompt_logprobs is not None
-        return TextDelta(
+        self._parser.blocks.grow("text", "".join(texts))
+        return Delta(
             index=self._index,
-            text="".join(texts),
+            blocks=self._parser.blocks.take(),
             token_ids=token_ids,
             logprobs=(None, *prompt_logprobs) if asked else (),
             text_offsets=tuple(offsets),

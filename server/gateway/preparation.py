@@ -17,8 +17,13 @@ from whalepod.server.gateway.api_errors import ApiError, invalid
 from whalepod.server.gateway.cache_salt import CacheSalt
 from whalepod.server.gateway.constraints import Constraints, of_completion
 from whalepod.server.gateway.continuation import check_prefix, prefix_reasoning
-from whalepod.server.gateway.families.interface import Family, Parser, ParserOptions, Start
-from whalepod.server.gateway.families.plain import PlainParser
+from whalepod.server.gateway.families.interface import (
+    Family,
+    Parser,
+    ParserOptions,
+    PlainParser,
+    Start,
+)
 from whalepod.server.gateway.functions import (
     ToolChoice,
     check_history,

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from whalepod.server.gateway.api_errors import CLIENT_CLOSED_REQUEST, ApiError
-from whalepod.server.gateway.encoder import Encoder
+from whalepod.server.gateway.encoder import AnswerEncoder
 from whalepod.server.gateway.events import Event, Failed, fold
 from whalepod.server.gateway.gateway import gateway_of
 from whalepod.server.gateway.generation import PromptRun
@@ -42,7 +42,7 @@ async def prepare(request: Request, make_runs: Callable[[], list[PromptRun]]) ->
 
 
 async def respond(
-    request: Request, events: AsyncGenerator[Event, None], encoder: Encoder, *, stream: bool
+    request: Request, events: AsyncGenerator[Event, None], encoder: AnswerEncoder, *, stream: bool
 ) -> Response:
     """Answer with the events; a client that leaves closes them, which aborts in the engine."""
     gateway, live = gateway_of(request), request.state.live
@@ -88,7 +88,7 @@ class EventStreamResponse(Response):
         self,
         first: asyncio.Task[Event],
         events: AsyncGenerator[Event, None],
-        encoder: Encoder,
+        encoder: AnswerEncoder,
         *,
         ping_interval_s: float,
         count_error: Callable[[str], None],

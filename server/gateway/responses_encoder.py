@@ -13,17 +13,16 @@ from whalepod.server.gateway.blocks import (
     BlockEnded,
     BlockEvent,
     BlockGrew,
-    BlockReader,
     BlockStarted,
-    blocks_of,
 )
 from whalepod.server.gateway.events import (
-    Answer,
+    Choice,
+    ChoiceStarted,
+    Delta,
     Event,
     Failed,
     Finished,
-    RoleStarted,
-    TextDelta,
+    FoldedAnswer,
     UsageReady,
 )
 from whalepod.server.gateway.responses_object import (
@@ -68,32 +67,28 @@ class ResponsesEncoder:
         self._ids = ids
         self._keep = keep
         self._write_logprobs = write_logprobs
-        self._reader = BlockReader()
-        self._logprobs: list[TokenLogprob | None] = []
+        self._choice = Choice(0)
         self._num_sent_logprobs = 0
-        self._finish_reason = ""
         self._sequence_number = -1
 
     # -- whole ---------------------------------------------------------------------------------
 
-    def body(self, answer: Answer) -> dict[str, object]:
-        (choice,) = answer.choices
-        assert choice.finish_reason is not None
-        self._logprobs = choice.logprobs
-        return self._ended(blocks_of(choice), choice.finish_reason, answer.usage)
+    def body(self, answer: FoldedAnswer) -> dict[str, object]:
+        (self._choice,) = answer.choices
+        return self._ended(answer.usage)
 
-    def _ended(self, blocks: Sequence[Block], reason: str, usage: UsageReady) -> dict[str, object]:
+    def _ended(self, usage: UsageReady) -> dict[str, object]:
         """Return the finished response and have it kept."""
+        reason = self._choice.finish_reason
         status = "incomplete" if reason == "length" else "completed"
         details = {"reason": "max_output_tokens"} if reason == "length" else None
-        response = self._response(status, blocks, usage, incomplete_details=details)
+        response = self._response(status, usage, incomplete_details=details)
         self._keep(response)
         return response
 
     def _response(
         self,
         status: str,
-        blocks: Sequence[Block] = (),
         usage: UsageReady | None = None,
         *,
         incomplete_details: dict[str, str] | None = None,
@@ -105,12 +100,12 @@ class ResponsesEncoder:
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": error,
             "incomplete_details": incomplete_details,
-            "output": [self._item(block) for block in blocks],
+            "output": [self._item(block) for block in self._choice.blocks],
             "usage": None if usage is None else usage_fields(usage),
         }
 
     def _item(self, block: Block) -> dict[str, object]:
-        return item_of(block, self._ids.item(block), self._written(block, self._logprobs))
+        return item_of(block, self._ids.item(block), self._written(block, self._choice.logprobs))
 
     def _written(self, block: Block, logprobs: Sequence[TokenLogprob | None]) -> list[Any]:
         has_any = self._write_logprobs is not None and block.kind == "text"
@@ -128,16 +123,14 @@ class ResponsesEncoder:
 
     def _events(self, event: Event) -> Iterator[WireEvent]:
         match event:
-            case RoleStarted():
+            case ChoiceStarted():
                 yield from self._begin()
-            case TextDelta():
-                self._logprobs += event.logprobs
-                yield from self._grow(self._reader.push(event))
-            case Finished():
-                self._finish_reason = event.reason
-                yield from self._grow(self._reader.finish(event.reason))
+            case Delta() | Finished():
+                self._choice.add_tokens(event)
+                for block_event in event.blocks:
+                    yield from self._block_events(block_event)
             case UsageReady():
-                response = self._ended(self._reader.blocks, self._finish_reason, event)
+                response = self._ended(event)
                 yield str(response["status"]), {"response": response}
             case Failed():
                 yield from self._fail(event.error)
@@ -152,17 +145,17 @@ class ResponsesEncoder:
             yield from self._begin()
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         details = {"code": code, "message": error.message}
-        yield "failed", {"response": self._response("failed", self._reader.blocks, error=details)}
+        yield "failed", {"response": self._response("failed", error=details)}
 
-    def _grow(self, events: Iterator[BlockEvent]) -> Iterator[WireEvent]:
-        for event in events:
-            match event:
-                case BlockStarted(block=block):
-                    yield from self._start_block(block)
-                case BlockGrew(block=block, text=text):
-                    yield from self._grow_block(block, text)
-                case BlockEnded(block=block):
-                    yield from self._end_block(block)
+    def _block_events(self, event: BlockEvent) -> Iterator[WireEvent]:
+        block = self._choice.add_to_blocks(event)
+        match event:
+            case BlockStarted():
+                yield from self._start_block(block)
+            case BlockGrew():
+                yield from self._grow_block(block, event.text)
+            case BlockEnded():
+                yield from self._end_block(block)
 
     def _start_block(self, block: Block) -> Iterator[WireEvent]:
         item = started_item(block, self._ids.item(block))
@@ -173,13 +166,13 @@ class ResponsesEncoder:
     def _grow_block(self, block: Block, text: str) -> Iterator[WireEvent]:
         fields = {**self._place(block), "delta": text}
         if block.kind == "text":
-            new = self._logprobs[self._num_sent_logprobs :]
-            self._num_sent_logprobs = len(self._logprobs)
+            new = self._choice.logprobs[self._num_sent_logprobs :]
+            self._num_sent_logprobs = len(self._choice.logprobs)
             fields["logprobs"] = self._written(block, new)
         yield f"{_DELTA_NAMES[block.kind]}.delta", fields
 
     def _end_block(self, block: Block) -> Iterator[WireEvent]:
-        place, logprobs = self._place(block), self._written(block, self._logprobs)
+        place, logprobs = self._place(block), self._written(block, self._choice.logprobs)
         done = f"{_DELTA_NAMES[block.kind]}.done"
         match block.kind:
             case "call":

@@ -1,55 +1,74 @@
-"""An answer falls into the same blocks however it is cut."""
+"""An answer falls into the same blocks however it is cut, and events fold to them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from whalepod.server.gateway.blocks import (
     BlockEnded,
     BlockEvent,
     BlockGrew,
-    BlockReader,
     BlockStarted,
-    blocks_of,
+    BlockWriter,
 )
-from whalepod.server.gateway.events import Choice, TextDelta
-from whalepod.server.gateway.families.interface import (
-    ToolArguments,
-    ToolCallEnded,
-    ToolCallStarted,
-)
+from whalepod.server.gateway.events import Choice, Delta, Finished
 
-CALL = ToolCallStarted(index=0, id="call_1", name="w")
+Step = Callable[[BlockWriter], None]
+
+
+def reasoning(text: str) -> Step:
+    return lambda blocks: blocks.grow("reasoning", text)
+
+
+def text(text: str) -> Step:
+    return lambda blocks: blocks.grow("text", text)
+
+
+def arguments(text: str) -> Step:
+    return lambda blocks: blocks.grow("call", text)
+
+
+def call(blocks: BlockWriter) -> None:
+    blocks.start_call("call_1", "w")
 
 
 def short(event: BlockEvent) -> tuple[object, ...]:
     match event:
-        case BlockStarted(block=block):
-            return "start", block.index, block.kind
-        case BlockGrew(block=block, text=text):
-            return "text", block.index, text
-        case BlockEnded(block=block):
-            return "end", block.index, block.is_complete
+        case BlockStarted():
+            return "start", event.index, event.kind
+        case BlockGrew():
+            return "text", event.index, event.text
+        case BlockEnded():
+            return "end", event.index, event.is_complete
 
 
-def read(*deltas: TextDelta, reason: str = "stop") -> list[tuple[object, ...]]:
-    reader = BlockReader()
-    events = [short(event) for delta in deltas for event in reader.push(delta)]
-    events += [short(event) for event in reader.finish(reason)]
-    choice = Choice(0, finish_reason=reason)
-    for delta in deltas:
+def read(*deltas: tuple[Step, ...], reason: str = "stop") -> list[tuple[object, ...]]:
+    """Return the events of deltas, which must fold to what they say."""
+    writer, choice, events = BlockWriter(), Choice(0), list[BlockEvent]()
+    for steps in deltas:
+        for step in steps:
+            step(writer)
+        delta = Delta(index=0, blocks=writer.take())
         choice.add(delta)
-    folded = blocks_of(choice)
-    assert [(b.kind, b.text, b.name, b.is_complete) for b in folded] == [
-        (b.kind, b.text, b.name, b.is_complete) for b in reader.blocks
-    ]
-    return events
+        events += delta.blocks
+    end = Finished(index=0, reason=reason, blocks=writer.finish(is_complete=reason != "length"))
+    choice.add(end)
+    events += end.blocks
+    pieces = [(e.index, e.text) for e in events if isinstance(e, BlockGrew)]
+    for block in choice.blocks:
+        assert block.text == "".join(text for index, text in pieces if index == block.index)
+        assert ("start", block.index, block.kind) in map(short, events)
+        assert ("end", block.index, block.is_complete) in map(short, events)
+        assert block.name == ("w" if block.kind == "call" else "")
+    return [short(event) for event in events]
 
 
 def test_a_block_ends_before_the_next_one_starts() -> None:
     events = read(
-        TextDelta(index=0, text="", reasoning="a"),
-        TextDelta(index=0, text="c", reasoning="b"),
-        TextDelta(index=0, text="", tool_events=(CALL, ToolArguments(index=0, text="{}"))),
-        TextDelta(index=0, text="", tool_events=(ToolCallEnded(index=0),)),
+        (reasoning("a"),),
+        (reasoning("b"), text("c")),
+        (call, arguments("{}")),
+        (BlockWriter.end_call,),
         reason="tool_calls",
     )
 
@@ -60,14 +79,22 @@ def test_a_block_ends_before_the_next_one_starts() -> None:
     ]
 
 
+def test_pieces_of_one_delta_become_one() -> None:
+    events = read((reasoning("a"), reasoning("b"), text("c"), text(""), text("d")))
+
+    assert events == [
+        *[("start", 0, "reasoning"), ("text", 0, "ab"), ("end", 0, True)],
+        *[("start", 1, "text"), ("text", 1, "cd"), ("end", 1, True)],
+    ]
+
+
 def test_what_a_limit_cut_off_is_not_complete() -> None:
-    assert read(TextDelta(index=0, text="a"), reason="length")[-1] == ("end", 0, False)
-    cut = TextDelta(index=0, text="a", tool_events=(CALL,))
+    assert read((text("a"),), reason="length")[-1] == ("end", 0, False)
     for reason in ("length", "stop"):
-        assert read(cut, reason=reason)[-3:] == [
+        assert read((text("a"), call), reason=reason)[-3:] == [
             *[("end", 0, True), ("start", 1, "call"), ("end", 1, False)]
         ]
 
 
 def test_an_empty_answer_is_one_empty_text() -> None:
-    assert read(TextDelta(index=0, text="")) == [("start", 0, "text"), ("end", 0, True)]
+    assert read((text(""),)) == [("start", 0, "text"), ("end", 0, True)]

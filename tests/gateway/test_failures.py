@@ -12,7 +12,7 @@ from tests.gateway.wire import chat, error_of, finish_reasons, stream_chat, text
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.errors import RequestRejected
 from whalepod.server.gateway.api_errors import ApiError
-from whalepod.server.gateway.events import TextDelta, fold
+from whalepod.server.gateway.events import Delta, fold
 from whalepod.server.gateway.generation import PromptRun, generate
 from whalepod.server.gateway.metrics import Metrics, RequestTimer
 from whalepod.server.messages import Submit
@@ -129,7 +129,7 @@ def test_closing_the_events_of_several_prompts_aborts_all(engine: FakeEngine) ->
         timer = RequestTimer(Metrics(lambda: engine.stats))
         events = generate(engine, runs, engine.tokenizer, timer)
         async for event in events:
-            if isinstance(event, TextDelta):
+            if isinstance(event, Delta):
                 break
         assert engine.running
         await asyncio.wait_for(events.aclose(), 5)

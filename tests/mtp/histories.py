@@ -17,7 +17,7 @@ from whalepod.mtp.depth import AdaptiveDepth
 from whalepod.mtp.stats import StepRecord
 from whalepod.scheduler.params import Constraint, SamplingParams
 from whalepod.server.engine.core import EngineCore
-from whalepod.server.gateway.events import Finished, TextDelta
+from whalepod.server.gateway.events import Delta, Finished
 from whalepod.server.gateway.generation import ChoiceDecoder, PromptRun
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Abort, StepOutputs, Submit
@@ -152,7 +152,7 @@ class Client:
             if decoder.done:
                 continue
             for event in decoder.push(output, ()):
-                if isinstance(event, TextDelta):
+                if isinstance(event, Delta):
                     answer.text += event.text
                     answer.token_ids += event.token_ids
                     answer.logprobs += [p.logprob for p in event.logprobs if p is not None]

@@ -8,20 +8,12 @@ Two forms of a call are written by these models; each parser reads both:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
+from whalepod.server.gateway.blocks import BlockWriter
 from whalepod.server.gateway.families.arguments import ArgumentReader
-from whalepod.server.gateway.families.interface import (
-    ContentText,
-    ParsedEvent,
-    ParserOptions,
-    ReasoningText,
-    Start,
-    ToolArguments,
-    ToolCallEnded,
-    ToolCallStarted,
-)
+from whalepod.server.gateway.families.interface import ParserOptions, Start
 from whalepod.server.gateway.families.scanning import Delimiters, Scanner, TrailingNewlines
 
 THINK, THINK_END = "<think>", "</think>"
@@ -65,15 +57,14 @@ class DeepseekParser:
 
     def __init__(self, options: ParserOptions, *, reasons: bool, trims_reasoning: bool) -> None:
         """`trims_reasoning`: newlines around `</think>` are markup, not text (R1)."""
+        self.blocks = BlockWriter()
         self._options = options
         self._tools = options.tools
         self._scanner = Scanner()
         self._newlines = TrailingNewlines()
         self._trims_reasoning = trims_reasoning
         self._skips_newlines = False
-        self._events: list[ParsedEvent] = []
         self._head = ""
-        self._num_calls = 0
         self._arguments = ArgumentReader(None)
         self._step: Callable[[], bool] = self._content
         if reasons and options.start != "content":
@@ -84,29 +75,27 @@ class DeepseekParser:
         starts = self._step == self._opening and self._options.start == "reasoning"
         return starts or self._step == self._reasoning
 
-    def feed(self, text: str) -> Sequence[ParsedEvent]:
+    def feed(self, text: str) -> None:
         self._scanner.push(text)
         while self._step():
             pass
-        return self._take_events()
 
-    def finish(self, *, complete: bool) -> Sequence[ParsedEvent]:
+    def finish(self, *, complete: bool) -> None:
         if self._step == self._opening:
             self._leave_opening()
         rest = self._scanner.take_all()
         if self._step == self._reasoning:
             self._add_reasoning(rest)
-            self._add(ReasoningText, self._newlines.take())
+            self.blocks.grow("reasoning", self._newlines.take())
         elif self._step == self._content:
             self._add_content(rest)
-            self._add(ContentText, self._newlines.take())
+            self.blocks.grow("text", self._newlines.take())
         elif self._step == self._body:
-            self._add_arguments(self._arguments.feed(rest))
+            self.blocks.grow("call", self._arguments.feed(rest))
             self._finish_call(complete=complete)
         elif complete:
             self._finish_head(self._head + rest)
         self._step = self._done
-        return self._take_events()
 
     # -- reasoning and content -------------------------------------------------------------------
 
@@ -161,7 +150,7 @@ class DeepseekParser:
     def _enter_tools(self, marker: str | None) -> None:
         """Go on after a marker that is not part of a call."""
         self._head = ""
-        if marker == CALLS_END or (self._num_calls and not self._options.parallel):
+        if marker == CALLS_END or (self.blocks.num_calls and not self._options.parallel):
             self._step = self._done
         else:
             self._step = self._call_type if marker == CALL else self._between_calls
@@ -216,7 +205,7 @@ class DeepseekParser:
 
     def _body(self) -> bool:
         text, marker = self._scanner.take_until(_BODY_END)
-        self._add_arguments(self._arguments.feed(text))
+        self.blocks.grow("call", self._arguments.feed(text))
         if marker is None:
             return False
         self._finish_call(complete=True)
@@ -229,15 +218,13 @@ class DeepseekParser:
             self._enter_tools(None)
             return
         self._arguments = ArgumentReader((self._tools or {}).get(name))
-        call_id = self._options.new_id()
-        self._events.append(ToolCallStarted(index=self._num_calls, id=call_id, name=name))
-        self._num_calls += 1
+        self.blocks.start_call(self._options.new_id(), name)
         self._step = self._body
 
     def _finish_call(self, *, complete: bool) -> None:
-        self._add_arguments(self._arguments.finish(complete=complete))
+        self.blocks.grow("call", self._arguments.finish(complete=complete))
         if complete:
-            self._events.append(ToolCallEnded(index=self._num_calls - 1))
+            self.blocks.end_call()
 
     def _finish_head(self, head: str) -> None:
         """A call that ended before its arguments began: one without any, if the name is known."""
@@ -245,30 +232,19 @@ class DeepseekParser:
             self._start_call(head)
             self._finish_call(complete=True)
 
-    # -- events ----------------------------------------------------------------------------------
+    # -- text ------------------------------------------------------------------------------------
 
     def _add_reasoning(self, text: str) -> None:
         text = self._skip_newlines(text)
-        self._add(ReasoningText, self._newlines.push(text) if self._trims_reasoning else text)
+        text = self._newlines.push(text) if self._trims_reasoning else text
+        self.blocks.grow("reasoning", text)
 
     def _add_content(self, text: str) -> None:
         text = self._skip_newlines(text)
-        self._add(ContentText, text if self._tools is None else self._newlines.push(text))
+        self.blocks.grow("text", text if self._tools is None else self._newlines.push(text))
 
     def _skip_newlines(self, text: str) -> str:
         if self._skips_newlines:
             text = text.lstrip("\n")
             self._skips_newlines = not text
         return text
-
-    def _add(self, kind: type[ReasoningText] | type[ContentText], text: str) -> None:
-        if text:
-            self._events.append(kind(text=text))
-
-    def _add_arguments(self, text: str) -> None:
-        if text:
-            self._events.append(ToolArguments(index=self._num_calls - 1, text=text))
-
-    def _take_events(self) -> list[ParsedEvent]:
-        events, self._events = self._events, []
-        return events

@@ -1,78 +1,61 @@
-"""The contract between a model family and the rest of the gateway: text in, typed events out."""
+"""The contract between a model family and the rest of the gateway: text in, blocks out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
+from whalepod.server.gateway.blocks import BlockWriter
 from whalepod.server.structured.schema_rules import RuleSet
 
 Start: TypeAlias = Literal["reasoning", "content", "open"]
 """Where an answer begins; "open" when the prompt leaves that to the model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningText:
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContentText:
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallStarted:
-    """A call whose name is known; calls of an answer count up from index 0."""
-
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolArguments:
-    """The next piece of a call's arguments; the pieces add up to what the model wrote."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallEnded:
-    """The call is whole; a call that the end of the answer cuts off never gets this."""
-
-    index: int
-
-
-ToolEvent: TypeAlias = ToolCallStarted | ToolArguments | ToolCallEnded
-ParsedEvent: TypeAlias = ReasoningText | ContentText | ToolEvent
-
-
 class Parser(Protocol):
     """Divides one answer. It only goes forward: reasoning, then content, then tool calls.
 
-    However the text is cut into pieces, the events add up to the same, and nothing is held back
+    However the text is cut into pieces, its blocks are the same, and nothing is held back
     but what may still turn out to be markup. It never raises, whatever the text is.
     """
+
+    @property
+    def blocks(self) -> BlockWriter:
+        """Where it writes what it has read."""
+        ...
 
     @property
     def in_reasoning(self) -> bool:
         """Whether the next character belongs to the reasoning, its closing tag included."""
         ...
 
-    def feed(self, text: str) -> Sequence[ParsedEvent]:
+    def feed(self, text: str) -> None:
         """Take the next text of the answer."""
         ...
 
-    def finish(self, *, complete: bool) -> Sequence[ParsedEvent]:
-        """End the answer and return what was held back.
+    def finish(self, *, complete: bool) -> None:
+        """End the answer and write what was held back.
 
         `complete` says that the model ended it; otherwise a limit or a stop string cut it off, and
         an unfinished call stays unfinished.
         """
         ...
+
+
+class PlainParser:
+    """Reads answers that are nothing but text: raw completions, and chats in an unknown format."""
+
+    in_reasoning = False
+
+    def __init__(self) -> None:
+        self.blocks = BlockWriter()
+
+    def feed(self, text: str) -> None:
+        self.blocks.grow("text", text)
+
+    def finish(self, *, complete: bool) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

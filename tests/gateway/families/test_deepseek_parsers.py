@@ -16,16 +16,18 @@ from tests.gateway.families.transcripts import (
     Parsed,
     block,
     cut_at,
+    feed,
     new_parser,
     parse,
     v3_call,
     v31_call,
 )
+from whalepod.server.gateway.blocks import BlockGrew
 from whalepod.server.gateway.families.deepseek_markup import MARKERS
 from whalepod.server.gateway.families.deepseek_r1 import DEEPSEEK_R1
 from whalepod.server.gateway.families.deepseek_v3 import DEEPSEEK_V3
 from whalepod.server.gateway.families.deepseek_v31 import DEEPSEEK_V31
-from whalepod.server.gateway.families.interface import Family, Start, ToolArguments
+from whalepod.server.gateway.families.interface import Family, Start
 from whalepod.server.gateway.families.registry import FAMILIES
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -203,13 +205,13 @@ def test_a_tool_block_ends_the_reasoning(family: Family, call: Any) -> None:
 def test_text_is_delivered_up_to_what_may_be_markup(family: Family) -> None:
     parser = new_parser(family)
 
-    sent = [parse_text(parser.feed(piece)) for piece in ("a <", "b ", "<｜tool", "▁x", "\n", "c")]
+    sent = [parse_text(feed(parser, piece)) for piece in ("a <", "b ", "<｜tool", "▁x", "\n", "c")]
 
     assert sent == ["a ", "<b ", "", "<｜tool▁x", "", "\nc"]
 
 
 def parse_text(events: Any) -> str:
-    return "".join(event.text for event in events)
+    return "".join(event.text for event in events if isinstance(event, BlockGrew))
 
 
 @families
@@ -218,9 +220,9 @@ def test_item_28_arguments_stream_while_the_model_writes(family: Family, call: A
     arguments = '{"city":"A long name of a city"}'
     parser = new_parser(family)
 
-    events = [parser.feed(character) for character in block(call("w", arguments))]
+    events = [feed(parser, character) for character in block(call("w", arguments))]
 
-    pieces = [e.text for step in events for e in step if isinstance(e, ToolArguments)]
+    pieces = [e.text for step in events for e in step if isinstance(e, BlockGrew)]
     assert pieces == ['{"c', *arguments[3:]]  # up to here it may be a needless wrapper
 
 

@@ -7,18 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from whalepod.server.gateway.families.interface import (
-    ContentText,
-    Family,
-    ParsedEvent,
-    Parser,
-    ParserOptions,
-    ReasoningText,
-    Start,
-    ToolArguments,
-    ToolCallEnded,
-    ToolCallStarted,
-)
+from whalepod.server.gateway.blocks import BlockEnded, BlockEvent, BlockGrew, BlockStarted
+from whalepod.server.gateway.families.interface import Family, Parser, ParserOptions, Start
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -70,35 +60,54 @@ class Parsed:
     calls: list[Call] = field(default_factory=list)
 
 
-def assemble(events: Iterable[ParsedEvent]) -> Parsed:
-    """Fold events, checking that they only go forward and that no call is touched after its end."""
-    parsed = Parsed()
+ORDER = ["reasoning", "text", "call"]
+
+
+def assemble(events: Iterable[BlockEvent]) -> Parsed:
+    """Fold events, checking that they only go forward and that no block is touched after its
+    end."""
+    parsed, started = Parsed(), list[BlockStarted]()
+    is_open = False
     for event in events:
         match event:
-            case ReasoningText():
-                assert not parsed.content
-                assert not parsed.calls
+            case BlockStarted(kind=kind):
+                assert not is_open
+                assert event.index == len(started)
+                started.append(event)
+                is_open = True
+                if kind == "call":
+                    assert event.call_index == len(parsed.calls)
+                    parsed.calls.append(Call(event.call_id, event.name))
+                continue
+            case BlockGrew(kind="reasoning"):
                 parsed.reasoning += event.text
-            case ContentText():
-                assert not parsed.calls
+            case BlockGrew(kind="text"):
                 parsed.content += event.text
-            case ToolCallStarted():
-                assert event.index == len(parsed.calls)
-                parsed.calls.append(Call(event.id, event.name))
-            case ToolArguments():
-                assert event.index == len(parsed.calls) - 1
-                assert not parsed.calls[-1].ended
+            case BlockGrew():
+                assert event.call_index == len(parsed.calls) - 1
                 parsed.calls[-1].arguments += event.text
-            case ToolCallEnded():
-                assert event.index == len(parsed.calls) - 1
-                assert not parsed.calls[-1].ended
-                parsed.calls[-1].ended = True
+            case BlockEnded():
+                if started[-1].kind == "call":
+                    parsed.calls[-1].ended = event.is_complete
+        assert is_open
+        assert event.index == len(started) - 1
+        is_open = not isinstance(event, BlockEnded)
+    places = [ORDER.index(event.kind) for event in started]
+    assert places == sorted(places)
+    assert places.count(0) <= 1
+    assert places.count(1) <= 1
     return parsed
 
 
+def feed(parser: Parser, piece: str) -> tuple[BlockEvent, ...]:
+    parser.feed(piece)
+    return parser.blocks.take()
+
+
 def parse(parser: Parser, pieces: Sequence[str], *, complete: bool = True) -> Parsed:
-    events = [event for piece in pieces for event in parser.feed(piece)]
-    return assemble([*events, *parser.finish(complete=complete)])
+    events = [event for piece in pieces for event in feed(parser, piece)]
+    parser.finish(complete=complete)
+    return assemble([*events, *parser.blocks.take()])
 
 
 def cut_at(text: str, positions: Iterable[int]) -> list[str]:
