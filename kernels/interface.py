@@ -119,10 +119,6 @@ class Kernels(Protocol):
         """Return (rms_norm(residual + x), residual + x); the sum is rounded to the model dtype."""
         ...
 
-    def swiglu(self, gate_up_TJ: Tensor) -> Tensor:
-        """Return silu(gate) * up, `[T, I]`, of a `[T, 2 I]` whose first half is the gate."""
-        ...
-
     def pack_gated_mlp(self, gate_up_JH: Tensor, down_HI: Tensor) -> Packed:
         """Prepare `[2 I, H]` (gate rows, then up rows) and `[H, I]` for `gated_mlp`."""
         ...

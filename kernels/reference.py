@@ -58,16 +58,12 @@ class ReferenceKernels:
         residual_TH = residual_TH + x_TH
         return self.rms_norm(residual_TH, weight_H, eps), residual_TH
 
-    def swiglu(self, gate_up_TJ: Tensor) -> Tensor:
-        gate, up = gate_up_TJ.float().chunk(2, dim=-1)
-        return (gate * _sigmoid(gate) * up).to(gate_up_TJ.dtype)
-
     def pack_gated_mlp(self, gate_up_JH: Tensor, down_HI: Tensor) -> Packed:
         return self.pack_linear(gate_up_JH), self.pack_linear(down_HI)
 
     def gated_mlp(self, x_TH: Tensor, packed: Packed, add_to_TH: Tensor | None = None) -> Tensor:
         gate_up, down = packed
-        y_TH = self.linear(self.swiglu(self.linear(x_TH, gate_up)), down)
+        y_TH = self.linear(_swiglu(self.linear(x_TH, gate_up)), down)
         return y_TH if add_to_TH is None else add_to_TH + y_TH
 
     def packed_parts(self, packed: Packed) -> tuple[list[Tensor], list[list[int]]]:
@@ -151,7 +147,7 @@ class ReferenceKernels:
         self, logits_TE: Tensor, bias_E: Tensor | None, config: GateConfig
     ) -> tuple[Tensor, Tensor]:
         if config.scoring == "sigmoid":
-            scores_TE = _sigmoid(logits_TE)
+            scores_TE = sigmoid(logits_TE)
         else:
             scores_TE = torch.softmax(logits_TE, dim=-1)
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -185,9 +181,12 @@ class ReferenceKernels:
         y_SH = torch.empty(x_SH.shape, device=x_SH.device)
         for expert in sorted(set(ids_S.tolist())):
             rows_s = torch.where(ids_S == expert)[0]
-            inner = self.swiglu(self.linear(x_SH[rows_s], gate_up_EJH[expert]))
-            y_SH[rows_s] = self.linear_f32(inner, down_EHI[expert])
+            y_SH[rows_s] = self.gated_rows(x_SH[rows_s], gate_up_EJH[expert], down_EHI[expert])
         return y_SH
+
+    def gated_rows(self, x_SH: Tensor, gate_up_JH: Tensor, down_HI: Tensor) -> Tensor:
+        """Return what one gated MLP makes of rows, f32 `[S, H]`."""
+        return self.linear_f32(_swiglu(self.linear(x_SH, gate_up_JH)), down_HI)
 
     # -- sampling ------------------------------------------------------------------------------
 
@@ -224,7 +223,13 @@ class ReferenceKernels:
         out_B.copy_(chosen_BV.argmax(dim=-1))
 
 
-def _sigmoid(x: Tensor) -> Tensor:
+def _swiglu(gate_up_TJ: Tensor) -> Tensor:
+    """Return silu(gate) * up, `[T, I]`, of a `[T, 2 I]` whose first half is the gate."""
+    gate, up = gate_up_TJ.float().chunk(2, dim=-1)
+    return (gate * sigmoid(gate) * up).to(gate_up_TJ.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-x)); `torch.sigmoid` differs between vector bodies and tails."""
     return 1.0 / (1.0 + torch.exp(-x))
 

@@ -15,6 +15,7 @@ from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.kernels.cpu import CpuKernels, Int8CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
 from whalepod.kernels.reference import ReferenceKernels
+from whalepod.kernels.reference_int8 import Int8ReferenceKernels
 from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
@@ -157,11 +158,7 @@ def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
     if device.device != "cpu":
         raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
     if device.kernels == "reference":
-        if is_int8:
-            raise StartupError(
-                "--kernels reference has no --quantization int8: drop one of the two"
-            )
-        return ReferenceKernels()
+        return Int8ReferenceKernels() if is_int8 else ReferenceKernels()
     kind = Int8CpuKernels if is_int8 else CpuKernels
     kernels = kind(
         num_threads=device.num_threads or None,

@@ -31,7 +31,6 @@ MODEL_REGIONS = (
     elementwise.EMBED,
     elementwise.RMS_NORM,
     elementwise.ADD_RMS_NORM,
-    elementwise.SWIGLU,
     elementwise.ROPE,
     elementwise.WRITE_LATENT,
     experts.EXPERTS,

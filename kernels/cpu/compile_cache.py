@@ -20,17 +20,17 @@ from numba.core.caching import (
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = Path(__file__).parent
+_KERNELS = Path(__file__).parents[1]
 
 
 class CompileCache(FunctionCache):
     """Numba's cache of machine code, stamped with all sources that a function may inline.
 
-    These are the files of its own folder and of this one. Numba looks only at the file of the
-    function itself, and would keep code that inlined an older version of another file. It also
-    keeps one index per function: of two processes that compile it for two dtypes at once, each can
-    leave the other's code under its own name. So there is an index per function, signature and
-    machine here; every process that writes it writes the same.
+    These are the files of its own folder, of `kernels` and of `kernels/cpu`. Numba looks only at
+    the file of the function itself, and would keep code that inlined an older version of another
+    file. It also keeps one index per function: of two processes that compile it for two dtypes at
+    once, each can leave the other's code under its own name. So there is an index per function,
+    signature and machine here; every process that writes it writes the same.
     """
 
     def __init__(self, function: Callable[..., Any], folder: Path | None = None) -> None:
@@ -105,6 +105,7 @@ class _PlacedCode(CompileResultCacheImpl):
 @functools.cache
 def _digest_sources(folder: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted({*folder.glob("*.py"), *_FOLDER.glob("*.py")}):
+    folders = (folder, _KERNELS, _KERNELS / "cpu")
+    for path in sorted({path for each in folders for path in each.glob("*.py")}):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -82,15 +82,6 @@ class DenseOperations(Operations):
         )  # fmt: skip
         return out_TH, sum_TH
 
-    def swiglu(self, gate_up_TJ: Tensor) -> Tensor:
-        num_rows, width = gate_up_TJ.shape
-        out_TI = self._new((num_rows, width // 2), gate_up_TJ.dtype)
-        self._run(
-            elementwise.SWIGLU, out_TI.dtype, items(num_rows), num_rows, width // 2,
-            gate_up_TJ.data_ptr(), out_TI.data_ptr(),
-        )  # fmt: skip
-        return out_TI
-
     def rope(self, x_TND: Tensor, positions_T: Tensor, cos_sin_SD: Tensor) -> Tensor:
         out_TND = self._new(x_TND.shape, x_TND.dtype)
         self._rope(self._dense(x_TND), positions_T, cos_sin_SD, out_TND)

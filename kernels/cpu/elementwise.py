@@ -1,11 +1,10 @@
-"""Embedding, norms, rotary embedding, SwiGLU and the cache write, a row at a time."""
+"""Embedding, norms, rotary embedding and the cache write, a row at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from whalepod.kernels.cpu.exponentials import gated
 from whalepod.kernels.cpu.products import row_dot
 from whalepod.kernels.cpu.regions import Region, argument, argument_f64, take
 from whalepod.kernels.cpu.rows import copy_row
@@ -61,21 +60,6 @@ def _add_rms_norm_region(block):
             for i in range(length):
                 store(sums, i, load(x, start + i) + load(residual, start + i))
             _normalize(sums, weight, length, eps, advance(out, start))
-
-
-def _swiglu_region(block):
-    """Arguments: T, I, x, out."""
-    num_rows, length = argument(block, 0), argument(block, 1)
-    x, out = pointer_like(block, argument(block, 2)), pointer_like(block, argument(block, 3))
-    while True:
-        first = take(block, 0) * ROWS_PER_ITEM
-        if first >= num_rows:
-            return
-        for row in range(first, min(first + ROWS_PER_ITEM, num_rows)):
-            gate = advance(x, row * 2 * length)
-            up, target = advance(gate, length), advance(out, row * length)
-            for i in range(length):
-                store(target, i, gated(load(gate, i), load(up, i)))
 
 
 @njit
@@ -142,7 +126,6 @@ def _write_latent_region(block):
 
 RMS_NORM = Region(_rms_norm_region, "6qd")
 ADD_RMS_NORM = Region(_add_rms_norm_region, "7qd")
-SWIGLU = Region(_swiglu_region, "4q")
 EMBED = Region(_embed_region, "5q")
 ROPE = Region(_rope_region, "11q")
 WRITE_LATENT = Region(_write_latent_region, "10qd")

@@ -82,16 +82,6 @@ def exp_f32(typingctx, x):
 
 
 @intrinsic
-def gated(typingctx, gate, up):
-    """Return silu(gate) * up of two f32."""
-
-    def codegen(context, builder, signature, args):
-        return _silu_times(builder, args[0], args[1])
-
-    return types.float32(types.float32, types.float32), codegen
-
-
-@intrinsic
 def gate_group(typingctx, sums, out):
     """Set out[i] = silu(sums[i]) * sums[16 + i] for 16 values; `out` bfloat16 or f32."""
     kind = ir.VectorType(F32, _LANES)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -36,12 +35,7 @@ from whalepod.kernels.cpu.simd import (
     widen,
 )
 from whalepod.kernels.cpu.vectors import fma, lanes_below, load_vector, splat, transpose, unary
-
-DIVISORS = (127.0, *np.linspace(128.4, 112.0, 32).astype(np.float32).tolist())
-"""What the largest value is divided by to get a scale; the first one is that of q8_0."""
-
-NUM_FITS = 2
-"""How often the best scale so far is fitted to its rounded values."""
+from whalepod.kernels.reference_int8 import INT8_DIVISORS, NUM_INT8_FITS
 
 _SINGLES, _INTEGERS = ir.VectorType(F32, GROUP), ir.VectorType(I32, GROUP)
 _F16S = ir.VectorType(ir.HalfType(), GROUP)
@@ -159,13 +153,15 @@ def _pack_blocks(typingctx, source, stride, num_rows, remaining, out, scales_out
         search = _Search(builder, values)
         minus_extreme = builder.fneg(search.extremes())
         divisors = cgutils.global_constant(
-            builder, "divisors", ir.Constant(ir.ArrayType(F32, len(DIVISORS)), list(DIVISORS))
+            builder,
+            "divisors",
+            ir.Constant(ir.ArrayType(F32, len(INT8_DIVISORS)), [*INT8_DIVISORS]),
         )
         divisors = builder.bitcast(divisors, F32.as_pointer())
-        with cgutils.for_range(builder, I64(len(DIVISORS))) as loop:
+        with cgutils.for_range(builder, I64(len(INT8_DIVISORS))) as loop:
             divisor = builder.load(offset(builder, divisors, loop.index))
             search.consider(builder.fdiv(minus_extreme, splat(builder, divisor, GROUP)))
-        with cgutils.for_range(builder, I64(NUM_FITS)):
+        with cgutils.for_range(builder, I64(NUM_INT8_FITS)):
             search.fit()
         scale = builder.load(search.best_scale)
         inverse = search.inverse(scale)

@@ -40,10 +40,11 @@ def test_add_rms_norm_returns_the_norm_and_the_sum() -> None:
     assert torch.equal(normed, KERNELS.rms_norm(x + residual, weight, 1e-5))
 
 
-def test_swiglu_gates_the_second_half_by_the_first_and_saturates() -> None:
-    gate_up = torch.tensor([[0.0, 1000.0, -1000.0, 1.0, 2.0, 3.0, 4.0, -5.0]])
+def test_an_mlp_gates_the_second_half_by_the_first_and_saturates() -> None:
+    x = torch.tensor([[0.0, 1000.0, -1000.0, 1.0, 2.0, 3.0, 4.0, -5.0]])
     expected = torch.tensor([[0.0, 3000.0, 0.0, -5.0 / (1.0 + math.exp(-1.0))]])
-    torch.testing.assert_close(KERNELS.swiglu(gate_up), expected)
+    packed = KERNELS.pack_gated_mlp(torch.eye(8), torch.eye(8, 4))
+    torch.testing.assert_close(KERNELS.gated_mlp(x, packed)[:, :4], expected)
 
 
 def test_linear_f32_does_not_round_its_sums() -> None:
@@ -252,7 +253,8 @@ def test_every_operation_accepts_no_tokens() -> None:
     assert KERNELS.linear(empty, noise(5, 8)).shape == (0, 5)
     assert KERNELS.linear_f32(empty, noise(5, 8)).shape == (0, 5)
     assert KERNELS.rms_norm(empty, torch.ones(8), 1e-6).shape == (0, 8)
-    assert KERNELS.swiglu(empty).shape == (0, 4)
+    mlp = KERNELS.pack_gated_mlp(noise(6, 8), noise(8, 3))
+    assert KERNELS.gated_mlp(empty, mlp).shape == (0, 8)
     assert KERNELS.rope(torch.zeros(0, 2, 8), positions, noise(9, 8)).shape == (0, 2, 8)
     assert KERNELS.heads(torch.zeros(0, 2, 8), noise(2, 8, 3)).shape == (0, 2, 3)
     ids, weights = KERNELS.gate(torch.zeros(0, 4), None, config)
