@@ -21,6 +21,7 @@ from torch import Tensor
 
 from whalepod.kernels.interface import Packed
 from whalepod.kernels.reference import ReferenceKernels
+from whalepod.kernels.reference_int8 import Int8ReferenceKernels, blocks_of, join_blocks
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import ConfigError, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
@@ -33,7 +34,6 @@ from whalepod.tools.bench.roofline import random_batch
 from whalepod.tools.cli import run_alone
 from whalepod.tools.table import format_table
 
-Q8_BLOCK = 32
 MAX_RATIO = 1.1
 """int8 may be this much further from bf16 than weights of q8_0 are."""
 _ROWS_AT_ONCE = 64
@@ -121,16 +121,14 @@ def round_to_q8_0(x: Tensor) -> Tensor:
 
     Source: llama.cpp, `quantize_row_q8_0`.
     """
-    length = x.shape[-1]
-    padded = torch.nn.functional.pad(x.float(), (0, -length % Q8_BLOCK)).contiguous()
-    blocks = padded.view(*padded.shape[:-1], -1, Q8_BLOCK)
+    blocks = blocks_of(x)
     scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
     values = torch.where(scale > 0, blocks / scale, 0.0).round()
-    return (values * scale.half().float()).flatten(-2)[..., :length]
+    return join_blocks(values * scale.half().float(), x.shape[-1])
 
 
-class Q8Kernels(ReferenceKernels):
-    """The reference, with weights of q8_0 and, if asked for, rows of q8_0 in every product."""
+class Q8Kernels(Int8ReferenceKernels):
+    """The twin of int8, with weights of q8_0 and, if asked for, rows of q8_0 in every product."""
 
     name = "reference, q8_0"
 
@@ -138,24 +136,12 @@ class Q8Kernels(ReferenceKernels):
         self._rounds_rows = rounds_rows
 
     def pack_linear(self, weight_NK: Tensor, is_sensitive: bool = False) -> Packed:
-        return round_to_q8_0(weight_NK)
+        return super().pack_linear(weight_NK)
 
-    def pack_heads(self, weight_NAB: Tensor) -> Packed:
-        return round_to_q8_0(weight_NAB.transpose(1, 2)).transpose(1, 2)
+    def round_weight(self, weight: Tensor) -> Tensor:
+        return round_to_q8_0(weight)
 
-    def pack_experts(self, gate_up_EJH: Tensor, down_EHI: Tensor) -> Packed:
-        return round_to_q8_0(gate_up_EJH), round_to_q8_0(down_EHI)
-
-    def linear(self, x_TK: Tensor, weight: Packed) -> Tensor:
-        return super().linear(self._rows(x_TK), weight)
-
-    def linear_f32(self, x_TK: Tensor, weight: Packed) -> Tensor:
-        return super().linear_f32(self._rows(x_TK), weight)
-
-    def heads(self, x_TNA: Tensor, weight: Packed) -> Tensor:
-        return super().heads(self._rows(x_TNA), weight)
-
-    def _rows(self, x: Tensor) -> Tensor:
+    def round_rows(self, x: Tensor) -> Tensor:
         return round_to_q8_0(x) if self._rounds_rows else x
 
 
