@@ -150,8 +150,7 @@ def parsers_of(gateway: GatewayConfig, folder: Path) -> str | None:
 
     Raises StartupError for a parser that does not fit: now, not after minutes of loading.
     """
-    from whalepod.server.gateway.chat_template import read_chat_template
-    from whalepod.server.gateway.families.registry import choose_family
+    from whalepod.server.gateway.families.registry import choose_family, read_chat_template
 
     override = Path(gateway.chat_template) if gateway.chat_template else None
     template = read_chat_template(folder, override)

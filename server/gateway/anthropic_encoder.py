@@ -16,6 +16,7 @@ from whalepod.server.gateway.blocks import (
     BlockGrew,
     BlockStarted,
 )
+from whalepod.server.gateway.encoder import named_frame
 from whalepod.server.gateway.events import (
     Choice,
     ChoiceStarted,
@@ -26,7 +27,6 @@ from whalepod.server.gateway.events import (
     FoldedAnswer,
     UsageReady,
 )
-from whalepod.server.gateway.sse import named_frame
 
 _PING = named_frame("ping", {"type": "ping"})
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}

@@ -24,7 +24,7 @@ from whalepod.server.gateway.api_errors import install_error_handlers
 from whalepod.server.gateway.auth import ApiKeyMiddleware, RequestIdMiddleware, read_keys
 from whalepod.server.gateway.gateway import Gateway
 from whalepod.server.gateway.live_requests import LiveRequestMiddleware
-from whalepod.server.gateway.loop_lag import measuring_lag
+from whalepod.server.gateway.metrics import measuring_lag
 from whalepod.server.gateway.openapi import install_docs
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.upstream import Upstream

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.blocks import Block, BlockGrew, BlockStarted
-from whalepod.server.gateway.encoder import AnswerHeader, EncoderOptions, usage_fields
+from whalepod.server.gateway.encoder import (
+    DONE,
+    PING,
+    AnswerHeader,
+    EncoderOptions,
+    frame,
+    usage_fields,
+)
 from whalepod.server.gateway.events import (
     Choice,
     ChoiceStarted,
@@ -18,7 +25,6 @@ from whalepod.server.gateway.events import (
     UsageReady,
 )
 from whalepod.server.gateway.logprobs import chat_logprobs
-from whalepod.server.gateway.sse import DONE, PING, frame
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
 

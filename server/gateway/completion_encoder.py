@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whalepod.scheduler.plan import TokenLogprob
-from whalepod.server.gateway.encoder import AnswerHeader, EncoderOptions, usage_fields
+from whalepod.server.gateway.encoder import (
+    DONE,
+    PING,
+    AnswerHeader,
+    EncoderOptions,
+    frame,
+    usage_fields,
+)
 from whalepod.server.gateway.events import (
     Choice,
     ChoiceStarted,
@@ -17,7 +24,6 @@ from whalepod.server.gateway.events import (
     UsageReady,
 )
 from whalepod.server.gateway.logprobs import completion_logprobs
-from whalepod.server.gateway.sse import DONE, PING, frame
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
 

@@ -1,4 +1,4 @@
-"""What the encoders of all APIs share: identity of an answer, usage, errors."""
+"""What the encoders of all APIs share: frames of a stream, identity of an answer, usage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import orjson
+
 from whalepod.server.gateway.events import Event, FoldedAnswer, UsageReady
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+
+def named_frame(event: str, data: object) -> bytes:
+    """Return `data` as one event that also has a name."""
+    return b"event: " + event.encode() + b"\n" + frame(data)
+
+
+def frame(data: object) -> bytes:
+    """Return `data` as one event; JSON never holds a raw line break, so one line is enough."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,10 +26,9 @@ from whalepod.server.gateway.limits import (
     NUM_TOKENIZER_THREADS,
 )
 from whalepod.server.gateway.live_requests import LiveRequests
-from whalepod.server.gateway.metrics import Metrics
+from whalepod.server.gateway.metrics import Metrics, RankCollector
 from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
-from whalepod.server.gateway.rank_metrics import RankCollector
 from whalepod.server.gateway.response_store import ResponseStore
 from whalepod.server.gateway.schema import SamplingFields
 from whalepod.server.gateway.scripted_turns import read_script, steps_for

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -222,3 +224,61 @@ class RequestTimer:
             self._metrics.end_to_end.observe(self._clock() - self._arrived_s)
         else:
             self._metrics.success.labels(failure).inc()
+
+
+class RankCollector(Collector):
+    """Exports nothing where there is one rank only."""
+
+    def __init__(self, read_stats: Callable[[], Mapping[int, Stats]]) -> None:
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterator[Metric]:
+        ranks = self._read_stats()
+        if len(ranks) < 2:
+            return
+        gauges: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
+            "num_requests_running": ("Sequences that run.", lambda s: s.num_running),
+            "num_requests_waiting": ("Requests that wait.", lambda s: s.num_waiting),
+            "kv_cache_usage_perc": (
+                "Share of KV blocks in use.",
+                lambda s: s.num_owned_blocks / s.num_blocks if s.num_blocks else 0.0,
+            ),
+            "step_seconds": ("Time of the last step with rows.", lambda s: s.step_time_us / 1e6),
+        }
+        for name, (text, read) in gauges.items():
+            family = GaugeMetricFamily(f"whalepod_rank_{name}", text, labels=["rank"])
+            for rank, stats in ranks.items():
+                family.add_metric([str(rank)], read(stats))
+            yield family
+        waits = CounterMetricFamily(
+            "whalepod_rank_wait_seconds",
+            "Time that a rank has waited for another one: the slow rank's column stands out.",
+            labels=["rank", "on"],
+        )
+        for rank, stats in ranks.items():
+            for other, waited_ms in enumerate(stats.waited_ms):
+                waits.add_metric([str(rank), str(other)], waited_ms / 1e3)
+        yield waits
+
+
+INTERVAL_S = 0.1
+
+
+@contextlib.asynccontextmanager
+async def measuring_lag(histogram: Histogram) -> AsyncGenerator[None]:
+    """Observe ten times a second by how much a timer of the running loop is late."""
+    task = asyncio.create_task(_measure(histogram))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _measure(histogram: Histogram) -> None:
+    clock = asyncio.get_running_loop().time
+    while True:
+        due_s = clock() + INTERVAL_S
+        await asyncio.sleep(INTERVAL_S)
+        histogram.observe(max(clock() - due_s, 0.0))

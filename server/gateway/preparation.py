@@ -15,7 +15,6 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.api_errors import ApiError, invalid
 from whalepod.server.gateway.cache_salt import CacheSalt
-from whalepod.server.gateway.constraints import Constraints, of_completion
 from whalepod.server.gateway.continuation import check_prefix, prefix_reasoning
 from whalepod.server.gateway.families.interface import (
     Family,
@@ -33,6 +32,7 @@ from whalepod.server.gateway.functions import (
     template_call,
 )
 from whalepod.server.gateway.generation import PromptRun
+from whalepod.server.gateway.guided_decoding import Constraints, of_completion
 from whalepod.server.gateway.limits import MAX_NUM_CHOICES
 from whalepod.server.gateway.schema import (
     ChatRequest,

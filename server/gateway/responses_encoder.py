@@ -15,6 +15,7 @@ from whalepod.server.gateway.blocks import (
     BlockGrew,
     BlockStarted,
 )
+from whalepod.server.gateway.encoder import PING, named_frame
 from whalepod.server.gateway.events import (
     Choice,
     ChoiceStarted,
@@ -32,7 +33,6 @@ from whalepod.server.gateway.responses_object import (
     started_item,
     usage_fields,
 )
-from whalepod.server.gateway.sse import PING, named_frame
 
 WireEvent: TypeAlias = tuple[str, dict[str, object]]
 """The type of an event behind `response.`, and its other fields."""

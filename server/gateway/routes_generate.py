@@ -12,9 +12,9 @@ from whalepod.server.gateway.completion_encoder import CompletionEncoder
 from whalepod.server.gateway.encoder import EncoderOptions
 from whalepod.server.gateway.gateway import gateway_of
 from whalepod.server.gateway.generation import PromptRun, generate
+from whalepod.server.gateway.http_responses import prepare, respond
 from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.openapi import json_body
-from whalepod.server.gateway.responses import prepare, respond
 from whalepod.server.gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 
 router = APIRouter()

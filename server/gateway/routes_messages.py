@@ -12,10 +12,10 @@ from whalepod.server.gateway.anthropic_schema import CountTokensRequest, Message
 from whalepod.server.gateway.body import read_json, validate
 from whalepod.server.gateway.gateway import gateway_of
 from whalepod.server.gateway.generation import generate
+from whalepod.server.gateway.http_responses import prepare, respond
 from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.openapi import json_body
 from whalepod.server.gateway.renaming import renamed
-from whalepod.server.gateway.responses import prepare, respond
 from whalepod.server.gateway.schema import ChatRequest
 
 router = APIRouter()

@@ -14,7 +14,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 
 from whalepod.server.gateway.api_errors import ApiError
-from whalepod.server.gateway.board import board
+from whalepod.server.gateway.cluster_status import board
 from whalepod.server.gateway.gateway import gateway_of
 
 FOLDER = Path(__file__).parent / "static" / "page"

@@ -14,12 +14,12 @@ from whalepod.server.gateway.auth import given_key
 from whalepod.server.gateway.body import read_json
 from whalepod.server.gateway.gateway import Gateway, gateway_of
 from whalepod.server.gateway.generation import generate
+from whalepod.server.gateway.http_responses import prepare, respond
 from whalepod.server.gateway.logprobs import chat_logprobs
 from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.openapi import json_body
 from whalepod.server.gateway.renaming import renamed
 from whalepod.server.gateway.response_store import Item, StoredResponse
-from whalepod.server.gateway.responses import prepare, respond
 from whalepod.server.gateway.responses_encoder import ResponsesEncoder
 from whalepod.server.gateway.responses_input import CHAT_NAMES, chat_of, resolved
 from whalepod.server.gateway.responses_object import Ids, listed_items, place_of, response_fields

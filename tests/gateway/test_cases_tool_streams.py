@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from tests.gateway.families.transcripts import block, cut_at, v3_call, v31_call
 from tests.gateway.wire import calls_of, chat, finish_reasons, reasoning_of, stream_chat, text_of
-from whalepod.server.gateway.families.deepseek_markup import (
+from whalepod.server.gateway.families.deepseek_parser import (
     CALL,
     CALL_END,
     CALLS,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.gateway.conftest import write_tokenizer
 from whalepod.server.errors import StartupError
-from whalepod.server.gateway.chat_template import read_chat_template
+from whalepod.server.gateway.families.registry import read_chat_template
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
 

@@ -11,8 +11,7 @@ from starlette.testclient import TestClient
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_doors import metric
 from tests.gateway.wire import chat, complete
-from whalepod.server.gateway.loop_lag import INTERVAL_S, measuring_lag
-from whalepod.server.gateway.metrics import Metrics, RequestTimer
+from whalepod.server.gateway.metrics import INTERVAL_S, Metrics, RequestTimer, measuring_lag
 from whalepod.server.messages import Stats
 
 

@@ -10,9 +10,7 @@ from starlette.testclient import TestClient
 from tests.gateway.conftest import EOS
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.wire import chat, post, reasoning_of, stream_chat, text_of, user
-from whalepod.server.gateway.families.deepseek_r1 import DEEPSEEK_R1
-from whalepod.server.gateway.families.deepseek_v3 import DEEPSEEK_V3
-from whalepod.server.gateway.families.deepseek_v31 import DEEPSEEK_V31
+from whalepod.server.gateway.families.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
 from whalepod.server.gateway.families.registry import choose_family
 
 

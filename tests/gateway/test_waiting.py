@@ -15,8 +15,8 @@ from whalepod.server.gateway.body import read_body
 from whalepod.server.gateway.chat_encoder import ChatEncoder
 from whalepod.server.gateway.encoder import AnswerHeader, EncoderOptions
 from whalepod.server.gateway.events import Event, UsageReady
+from whalepod.server.gateway.http_responses import EventStreamResponse
 from whalepod.server.gateway.offload import Offload
-from whalepod.server.gateway.responses import EventStreamResponse
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
 DEADLINE_S = 10.0

@@ -1,18 +1,41 @@
-"""Picks the family of a checkpoint."""
+"""Picks the family of a checkpoint by its chat template."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Final
 
 from whalepod.server.errors import StartupError
-from whalepod.server.gateway.families.deepseek_r1 import DEEPSEEK_R1
-from whalepod.server.gateway.families.deepseek_v3 import DEEPSEEK_V3
-from whalepod.server.gateway.families.deepseek_v31 import DEEPSEEK_V31
+from whalepod.server.gateway.families.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
 from whalepod.server.gateway.families.interface import Family
 
 FAMILIES: Final = (DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31)
 
 AUTO: Final = "auto"
+
+
+def read_chat_template(folder: Path, override: Path | None = None) -> str | None:
+    """Return a checkpoint's chat template, read without its tokenizer; None without one.
+
+    A file `override` wins, then chat_template.jinja, then tokenizer_config.json, as transformers
+    has it. Raises StartupError for a file that cannot be read.
+    """
+    try:
+        for file in (override, folder / "chat_template.jinja"):
+            if file is not None and (file is override or file.exists()):
+                return file.read_text(encoding="utf-8")
+        file = folder / "tokenizer_config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise StartupError(f"the chat template cannot be read: {error}") from error
+    try:
+        template = config.get("chat_template")
+        if isinstance(template, list):  # of several, by name
+            template = {each["name"]: each["template"] for each in template}.get("default")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise StartupError(f"{file} is not what tokenizers write: {error!r}") from error
+    return None if template is None else str(template)
 
 
 def choose_family(

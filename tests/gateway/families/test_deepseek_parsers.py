@@ -23,10 +23,8 @@ from tests.gateway.families.transcripts import (
     v31_call,
 )
 from whalepod.server.gateway.blocks import BlockGrew
-from whalepod.server.gateway.families.deepseek_markup import MARKERS
-from whalepod.server.gateway.families.deepseek_r1 import DEEPSEEK_R1
-from whalepod.server.gateway.families.deepseek_v3 import DEEPSEEK_V3
-from whalepod.server.gateway.families.deepseek_v31 import DEEPSEEK_V31
+from whalepod.server.gateway.families.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
+from whalepod.server.gateway.families.deepseek_parser import MARKERS
 from whalepod.server.gateway.families.interface import Family, Start
 from whalepod.server.gateway.families.registry import FAMILIES
 

@@ -1,20 +1,32 @@
-"""Grammars of DeepSeek's tool calls, for requests that force one."""
+"""DeepSeek's chat formats up to V3.1: how to tell them, and grammars of their tool calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
-from whalepod.server.gateway.families.deepseek_markup import (
+from whalepod.server.gateway.families.deepseek_parser import (
     CALL,
     CALL_END,
     CALLS,
     CALLS_END,
+    MARKERS,
     SEPARATOR,
+    THINK,
+    THINK_END,
+    TOOL_MARKERS,
     V3_CALL_TYPE,
+    DeepseekParser,
+    start_of,
 )
-from whalepod.server.gateway.families.interface import CallOptions
+from whalepod.server.gateway.families.interface import CallOptions, Family
 from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, quoted
+
+_ASSISTANT: Final = "<｜Assistant｜>"
+_OPTION: Final = "thinking"
+"""What a template calls the option that turns reasoning on."""
 
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -63,3 +75,44 @@ def _parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     if not parameters:
         return _NO_PARAMETERS
     return {"type": "object", **parameters} if "properties" in parameters else dict(parameters)
+
+
+DEEPSEEK_R1: Final = Family(
+    name="deepseek_r1",
+    reasoning_parser_names=frozenset({"deepseek_r1"}),
+    tool_call_parser_names=frozenset({"deepseek_v3", "deepseek_r1"}),
+    markers=MARKERS,
+    reasoning_start=THINK,
+    reasoning_end=THINK_END,
+    call_openers=(CALLS, CALL),
+    # it cuts earlier turns at the tag and never asks whether to think
+    recognises=lambda text: _ASSISTANT in text and THINK_END in text and _OPTION not in text,
+    start=start_of,
+    new_parser=partial(DeepseekParser, reasons=True, trims_reasoning=True),
+    call_grammar=v3_call_grammar,
+)
+"""Every answer begins with a think part, mostly opened by the prompt; V3's calls."""
+
+DEEPSEEK_V3: Final = replace(
+    DEEPSEEK_R1,
+    name="deepseek_v3",
+    reasoning_parser_names=frozenset(),
+    tool_call_parser_names=frozenset({"deepseek_v3"}),
+    markers=TOOL_MARKERS,
+    reasoning_start=None,
+    reasoning_end=None,
+    recognises=lambda text: _ASSISTANT in text and THINK_END not in text,
+    new_parser=partial(DeepseekParser, reasons=False, trims_reasoning=False),
+)
+"""Answers without thinking; calls with their arguments in a JSON code fence."""
+
+DEEPSEEK_V31: Final = replace(
+    DEEPSEEK_R1,
+    name="deepseek_v31",
+    reasoning_parser_names=frozenset({"deepseek_v31", "deepseek_v3"}),
+    tool_call_parser_names=frozenset({"deepseek_v31"}),
+    recognises=lambda text: _ASSISTANT in text and THINK_END in text and _OPTION in text,
+    new_parser=partial(DeepseekParser, reasons=True, trims_reasoning=False),
+    call_grammar=v31_call_grammar,
+)
+"""The prompt says whether to think; calls are a name and bare JSON."""
