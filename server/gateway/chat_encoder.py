@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.blocks import Block, BlockGrew, BlockStarted
 from whalepod.server.gateway.encoder import (
     DONE,
+    LOWEST_LOGPROB,
     PING,
-    AnswerHeader,
     EncoderOptions,
     frame,
     usage_fields,
@@ -24,7 +24,6 @@ from whalepod.server.gateway.events import (
     FoldedAnswer,
     UsageReady,
 )
-from whalepod.server.gateway.logprobs import chat_logprobs
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
 
@@ -34,12 +33,13 @@ class ChatEncoder:
     ping = PING
 
     def __init__(
-        self, header: AnswerHeader, options: EncoderOptions, tokenizer: TextTokenizer
+        self, header: Mapping[str, object], options: EncoderOptions, tokenizer: TextTokenizer
     ) -> None:
+        """`header` is what each chunk repeats of the answer."""
         self._options = options
         self._tokenizer = tokenizer
-        self._chunk = header.fields("chat.completion.chunk")
-        self._object = header.fields("chat.completion")
+        self._object = {**header, "object": "chat.completion"}
+        self._chunk = {**header, "object": "chat.completion.chunk"}
         self._prompt_fields = self._prompt_token_ids()
 
     def frames(self, event: Event) -> bytes:
@@ -82,9 +82,8 @@ class ChatEncoder:
 
     def _text_frames(self, event: Delta) -> bytes:
         """One frame for each block's part; the tokens of all go with the first."""
-        options = self._options
         deltas = list(_deltas(event))
-        if not deltas and (options.return_token_ids or options.num_top_logprobs is not None):
+        if not deltas and self._options.shows_tokens:
             deltas = [{"content": ""}]
         fields = {"logprobs": self._logprobs(event.logprobs), **self._token_ids(event.token_ids)}
         frames = []
@@ -140,3 +139,26 @@ def _reasoning(text: str) -> dict[str, object]:
 def _tool_call(call: Block) -> dict[str, object]:
     function = {"name": call.name, "arguments": call.text}
     return {"id": call.call_id, "type": "function", "function": function}
+
+
+def chat_logprobs(
+    logprobs: Sequence[TokenLogprob | None], num_top: int, tokenizer: TextTokenizer
+) -> dict[str, object]:
+    """Return chat's `logprobs`: one entry per token with exact bytes and its alternatives."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, object]:
+        return {
+            "token": tokenizer.printable(token_id),
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "bytes": list(tokenizer.bytes_of(token_id)),
+        }
+
+    content = [
+        {
+            **entry(token.token_id, token.logprob),
+            "top_logprobs": [entry(*alternative) for alternative in token.top[:num_top]],
+        }
+        for token in logprobs
+        if token is not None
+    ]
+    return {"content": content, "refusal": None}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.encoder import (
     DONE,
+    LOWEST_LOGPROB,
     PING,
-    AnswerHeader,
     EncoderOptions,
     frame,
     usage_fields,
@@ -23,7 +23,6 @@ from whalepod.server.gateway.events import (
     FoldedAnswer,
     UsageReady,
 )
-from whalepod.server.gateway.logprobs import completion_logprobs
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
 
@@ -33,11 +32,12 @@ class CompletionEncoder:
     ping = PING
 
     def __init__(
-        self, header: AnswerHeader, options: EncoderOptions, tokenizer: TextTokenizer
+        self, header: Mapping[str, object], options: EncoderOptions, tokenizer: TextTokenizer
     ) -> None:
+        """`header` is what each chunk repeats of the answer."""
         self._options = options
         self._tokenizer = tokenizer
-        self._fields = header.fields("text_completion")
+        self._fields = {**header, "object": "text_completion"}
         self._begun: set[int] = set()
 
     def frames(self, event: Event) -> bytes:
@@ -75,11 +75,10 @@ class CompletionEncoder:
 
         The first token may be half a character, or the start of a stop string.
         """
-        options, text = self._options, event.text
-        shows_tokens = options.return_token_ids or options.num_top_logprobs is not None
+        text = event.text
         is_first = event.index not in self._begun
         self._begun.add(event.index)
-        if not (text or shows_tokens or is_first):
+        if not (text or self._options.shows_tokens or is_first):
             return b""
         new_ids = () if event.is_prompt else event.token_ids
         logprobs = self._logprobs(event.token_ids, event.logprobs, event.text_offsets)
@@ -117,3 +116,30 @@ class CompletionEncoder:
             prompt = self._options.prompts_token_ids[index // self._options.num_choices_per_prompt]
             fields["prompt_token_ids"] = list(prompt)
         return fields
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob | None],
+    text_offsets: Sequence[int],
+    num_top: int,
+    tokenizer: TextTokenizer,
+) -> dict[str, object]:
+    """Return completions' `logprobs`: four lists of one entry per token.
+
+    The first token of an echoed prompt has neither a log-probability nor alternatives.
+    """
+
+    def alternatives(token: TokenLogprob | None) -> dict[str, float] | None:
+        if token is None:
+            return None
+        chosen = (token.token_id, token.logprob)  # always there, however unlikely
+        pairs = [*token.top[:num_top], chosen]
+        return {tokenizer.printable(i): max(value, LOWEST_LOGPROB) for i, value in pairs}
+
+    return {
+        "tokens": [tokenizer.printable(token_id) for token_id in token_ids],
+        "token_logprobs": [token and max(token.logprob, LOWEST_LOGPROB) for token in logprobs],
+        "top_logprobs": [alternatives(token) for token in logprobs],
+        "text_offset": list(text_offsets),
+    }

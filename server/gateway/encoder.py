@@ -1,4 +1,4 @@
-"""What the encoders of all APIs share: frames of a stream, identity of an answer, usage."""
+"""What the encoders of all APIs share: frames of a stream, options, usage."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from whalepod.server.gateway.events import Event, FoldedAnswer, UsageReady
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity; OpenAI writes this for a token that cannot be."""
 
 
 def named_frame(event: str, data: object) -> bytes:
@@ -25,25 +27,6 @@ def frame(data: object) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerHeader:
-    """The fields that every chunk of an answer repeats."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-    def fields(self, kind: str) -> dict[str, object]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.system_fingerprint,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderOptions:
     """What a request wants to see of its answer."""
 
@@ -53,6 +36,11 @@ class EncoderOptions:
     return_token_ids: bool = False
     prompts_token_ids: Sequence[Sequence[int]] = ()
     num_choices_per_prompt: int = 1
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether the stream tells of tokens that make no text yet."""
+        return self.return_token_ids or self.num_top_logprobs is not None
 
 
 class AnswerEncoder(Protocol):

@@ -15,7 +15,6 @@ from fastapi import Request
 import whalepod
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.api_errors import ApiError, invalid
-from whalepod.server.gateway.encoder import AnswerHeader
 from whalepod.server.gateway.families.registry import choose_family
 from whalepod.server.gateway.generation import PromptRun
 from whalepod.server.gateway.limits import (
@@ -26,7 +25,7 @@ from whalepod.server.gateway.limits import (
     NUM_TOKENIZER_THREADS,
 )
 from whalepod.server.gateway.live_requests import LiveRequests
-from whalepod.server.gateway.metrics import Metrics, RankCollector
+from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
 from whalepod.server.gateway.response_store import ResponseStore
@@ -55,8 +54,7 @@ class Gateway:
         self.config = config
         self.upstream = upstream
         self.tokenizer = tokenizer
-        self.metrics = Metrics(lambda: upstream.stats)
-        self.metrics.registry.register(RankCollector(lambda: upstream.rank_stats))
+        self.metrics = Metrics(lambda: upstream.stats, lambda: upstream.rank_stats)
         self.requests = LiveRequests(config.request_timeout_s)
         self.offload = Offload(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
         family = choose_family(
@@ -124,14 +122,15 @@ class Gateway:
             timeout_s=GRAMMAR_TIMEOUT_S,
         )
 
-    def header(self, prefix: str, model: str) -> AnswerHeader:
-        """Return the identity of a new answer."""
-        return AnswerHeader(
-            id=f"{prefix}-{secrets.token_hex(16)}",
-            created=int(time.time()),
-            model=model,
-            system_fingerprint=self.system_fingerprint,
-        )
+    def header(self, prefix: str, model: str) -> dict[str, object]:
+        """Return what tells a new answer from others; its `object` is still to be named."""
+        return {
+            "id": f"{prefix}-{secrets.token_hex(16)}",
+            "object": "",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": self.system_fingerprint,
+        }
 
 
 def gateway_of(request: Request) -> Gateway:

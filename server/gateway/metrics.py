@@ -29,6 +29,9 @@ _REQUEST_BUCKETS_S = (
 
 _LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
+INTERVAL_S = 0.1
+"""Between two looks at how late the event loop is."""
+
 _PHASES = {
     "e2e_request_latency_seconds": "Arrival of a request to its last token.",
     "request_queue_time_seconds": "Arrival of a prompt in the engine to its admission.",
@@ -42,8 +45,10 @@ _TOKEN_COUNT_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 
 class _EngineCollector(Collector):
     """Exports the engine's own counters, read from its newest statistics at each scrape."""
 
-    def __init__(self, read_stats: Callable[[], Stats]) -> None:
-        self._read_stats = read_stats
+    def __init__(
+        self, read_stats: Callable[[], Stats], read_ranks: Callable[[], Mapping[int, Stats]]
+    ) -> None:
+        self._read_stats, self._read_ranks = read_stats, read_ranks
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
@@ -59,17 +64,26 @@ class _EngineCollector(Collector):
         for position, count in enumerate(stats.num_accepted_by_position):
             by_position.add_metric([str(position)], count)
         yield by_position
+        ranks = self._read_ranks()
+        if len(ranks) > 1:
+            yield from _rank_series(ranks)
+
+
+def _used_blocks(stats: Stats) -> float:
+    return stats.num_owned_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
 def _gauges(stats: Stats) -> dict[str, tuple[str, float]]:
-    used = stats.num_owned_blocks / stats.num_blocks if stats.num_blocks else 0.0
     return {
         "num_requests_running": ("Sequences that run.", stats.num_running),
         "num_requests_waiting": (
             "Requests that wait for their grammars or for admission.",
             stats.num_waiting,
         ),
-        "kv_cache_usage_perc": ("Share of KV blocks in use (1 is full).", used),
+        "kv_cache_usage_perc": (
+            "Share of KV blocks in use (1 is full).",
+            _used_blocks(stats),
+        ),
         "kv_cache_free_blocks": ("KV blocks that hold nothing.", stats.num_free_blocks),
         "kv_cache_cached_blocks": ("Unused KV blocks kept for reuse.", stats.num_cached_blocks),
         "kv_cache_owned_blocks": ("KV blocks of live requests.", stats.num_owned_blocks),
@@ -98,12 +112,44 @@ def _counters(stats: Stats) -> dict[str, tuple[str, float]]:
     }
 
 
+def _rank_series(ranks: Mapping[int, Stats]) -> Iterator[Metric]:
+    """Yield gauges of the ranks that serve a model together, and who waits for whom.
+
+    Token counters are published once, by the engine's series, which are sums over the ranks.
+    """
+    gauges: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
+        "num_requests_running": ("Sequences that run.", lambda s: s.num_running),
+        "num_requests_waiting": ("Requests that wait.", lambda s: s.num_waiting),
+        "kv_cache_usage_perc": ("Share of KV blocks in use.", _used_blocks),
+        "step_seconds": ("Time of the last step with rows.", lambda s: s.step_time_us / 1e6),
+    }
+    for name, (text, read) in gauges.items():
+        family = GaugeMetricFamily(f"whalepod_rank_{name}", text, labels=["rank"])
+        for rank, stats in ranks.items():
+            family.add_metric([str(rank)], read(stats))
+        yield family
+    waits = CounterMetricFamily(
+        "whalepod_rank_wait_seconds",
+        "Time that a rank has waited for another one: the slow rank's column stands out.",
+        labels=["rank", "on"],
+    )
+    for rank, stats in ranks.items():
+        for other, waited_ms in enumerate(stats.waited_ms):
+            waits.add_metric([str(rank), str(other)], waited_ms / 1e3)
+    yield waits
+
+
 class Metrics:
     """All series of one gateway, in a registry of their own."""
 
-    def __init__(self, read_stats: Callable[[], Stats]) -> None:
+    def __init__(
+        self,
+        read_stats: Callable[[], Stats],
+        read_ranks: Callable[[], Mapping[int, Stats]] = dict,
+    ) -> None:
+        """`read_ranks` gives the counters of each rank; of a single engine nothing is shown."""
         self.registry = CollectorRegistry(auto_describe=True)
-        self.registry.register(_EngineCollector(read_stats))
+        self.registry.register(_EngineCollector(read_stats, read_ranks))
         self.first_token = self._histogram(
             "time_to_first_token_seconds",
             "Arrival of a request to its first token.",
@@ -224,44 +270,6 @@ class RequestTimer:
             self._metrics.end_to_end.observe(self._clock() - self._arrived_s)
         else:
             self._metrics.success.labels(failure).inc()
-
-
-class RankCollector(Collector):
-    """Exports nothing where there is one rank only."""
-
-    def __init__(self, read_stats: Callable[[], Mapping[int, Stats]]) -> None:
-        self._read_stats = read_stats
-
-    def collect(self) -> Iterator[Metric]:
-        ranks = self._read_stats()
-        if len(ranks) < 2:
-            return
-        gauges: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
-            "num_requests_running": ("Sequences that run.", lambda s: s.num_running),
-            "num_requests_waiting": ("Requests that wait.", lambda s: s.num_waiting),
-            "kv_cache_usage_perc": (
-                "Share of KV blocks in use.",
-                lambda s: s.num_owned_blocks / s.num_blocks if s.num_blocks else 0.0,
-            ),
-            "step_seconds": ("Time of the last step with rows.", lambda s: s.step_time_us / 1e6),
-        }
-        for name, (text, read) in gauges.items():
-            family = GaugeMetricFamily(f"whalepod_rank_{name}", text, labels=["rank"])
-            for rank, stats in ranks.items():
-                family.add_metric([str(rank)], read(stats))
-            yield family
-        waits = CounterMetricFamily(
-            "whalepod_rank_wait_seconds",
-            "Time that a rank has waited for another one: the slow rank's column stands out.",
-            labels=["rank", "on"],
-        )
-        for rank, stats in ranks.items():
-            for other, waited_ms in enumerate(stats.waited_ms):
-                waits.add_metric([str(rank), str(other)], waited_ms / 1e3)
-        yield waits
-
-
-INTERVAL_S = 0.1
 
 
 @contextlib.asynccontextmanager

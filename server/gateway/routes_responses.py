@@ -12,10 +12,10 @@ from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.api_errors import ApiError, invalid
 from whalepod.server.gateway.auth import given_key
 from whalepod.server.gateway.body import read_json
+from whalepod.server.gateway.chat_encoder import chat_logprobs
 from whalepod.server.gateway.gateway import Gateway, gateway_of
 from whalepod.server.gateway.generation import generate
 from whalepod.server.gateway.http_responses import prepare, respond
-from whalepod.server.gateway.logprobs import chat_logprobs
 from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.openapi import json_body
 from whalepod.server.gateway.renaming import renamed

@@ -13,7 +13,7 @@ from starlette.types import Message
 from whalepod.server.gateway.api_errors import ApiError
 from whalepod.server.gateway.body import read_body
 from whalepod.server.gateway.chat_encoder import ChatEncoder
-from whalepod.server.gateway.encoder import AnswerHeader, EncoderOptions
+from whalepod.server.gateway.encoder import EncoderOptions
 from whalepod.server.gateway.events import Event, UsageReady
 from whalepod.server.gateway.http_responses import EventStreamResponse
 from whalepod.server.gateway.offload import Offload
@@ -28,8 +28,7 @@ async def never() -> Message:
 
 
 def test_b101_a_silent_stream_pings_and_nothing_follows_its_end(tokenizer: TextTokenizer) -> None:
-    header = AnswerHeader(id="x", created=0, model="tiny", system_fingerprint="fp")
-    encoder = ChatEncoder(header, EncoderOptions(), tokenizer)
+    encoder = ChatEncoder({"id": "x"}, EncoderOptions(), tokenizer)
     sent: list[Message] = []
 
     async def run() -> None:
