@@ -15,10 +15,10 @@ from pydantic.json_schema import models_json_schema
 from starlette.staticfiles import StaticFiles
 
 import whalepod
-from whalepod.server.gateway.anthropic_schema import CountTokensRequest, MessagesRequest
+from whalepod.server.gateway.anthropic_input import CountTokensRequest, MessagesRequest
 from whalepod.server.gateway.api_errors import ANTHROPIC_PATH, CLIENT_CLOSED_REQUEST
 from whalepod.server.gateway.auth import OPEN_PATHS
-from whalepod.server.gateway.responses_schema import ResponsesRequest
+from whalepod.server.gateway.responses_input import ResponsesRequest
 from whalepod.server.gateway.schema import (
     AbortRequest,
     ChatRequest,

@@ -7,8 +7,13 @@ import secrets
 from fastapi import APIRouter, Request, Response
 
 from whalepod.server.gateway.anthropic_encoder import AnthropicEncoder
-from whalepod.server.gateway.anthropic_input import CHAT_NAMES, chat_of, prompt_fields
-from whalepod.server.gateway.anthropic_schema import CountTokensRequest, MessagesRequest
+from whalepod.server.gateway.anthropic_input import (
+    CHAT_NAMES,
+    CountTokensRequest,
+    MessagesRequest,
+    chat_of,
+    prompt_fields,
+)
 from whalepod.server.gateway.body import read_json, validate
 from whalepod.server.gateway.gateway import gateway_of
 from whalepod.server.gateway.generation import generate

@@ -20,10 +20,14 @@ from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.openapi import json_body
 from whalepod.server.gateway.renaming import renamed
 from whalepod.server.gateway.response_store import Item, StoredResponse
-from whalepod.server.gateway.responses_encoder import ResponsesEncoder
-from whalepod.server.gateway.responses_input import CHAT_NAMES, chat_of, resolved
-from whalepod.server.gateway.responses_object import Ids, listed_items, place_of, response_fields
-from whalepod.server.gateway.responses_schema import ResponsesRequest
+from whalepod.server.gateway.responses_encoder import (
+    Ids,
+    ResponsesEncoder,
+    listed_items,
+    place_of,
+    response_fields,
+)
+from whalepod.server.gateway.responses_input import CHAT_NAMES, ResponsesRequest, chat_of, resolved
 
 router = APIRouter()
 
