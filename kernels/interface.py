@@ -65,22 +65,22 @@ class Kernels(Protocol):
     packed_layout: str | None
     """Names the layout of packed weights, for files of them; None: they are kept as they were."""
 
-    def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+    def replay(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         """Return `compute()`, or do the same again without calling it.
 
-        A backend may record the operations of a key and run them again: equal keys promise equal
+        A backend may capture the operations of a key and replay them: equal keys promise equal
         shapes, strides and addresses of all that `compute` reads, and that it calls nothing but
         operations of this interface and makes views. `dtype` is the model's. The result is the
         caller's own.
         """
         ...
 
-    def outside(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+    def eager(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
         """Return `compute()`, of the shape and dtype of `like`: work between two operations that is
         none of this interface.
 
-        Inside `repeat`, `compute` is called each time: what it reads stays at its place, and holds
-        the values of that time. It does not call `repeat`.
+        Inside `replay`, `compute` is called each time: what it reads stays at its place, and holds
+        the values of that time. It does not call `replay`.
         """
         ...
 
@@ -153,10 +153,10 @@ class Kernels(Protocol):
     def absorb_queries(
         self, q_TND: Tensor, w_uk: Packed, positions_T: Tensor, cos_sin_SD: Tensor
     ) -> Tensor:
-        """Return the queries of `mla_attention`, `[T, N, C]`: `heads` of the nope part, then `rope`
-        of the rest.
+        """Return the queries of `mla_attention`, `[T, N, C]`: `batched_linear` of the nope part,
+        then `rope` of the rest.
 
-        q_TND [T, N, nope + rope] may be a strided view; `w_uk` comes from `pack_heads`.
+        q_TND [T, N, nope + rope] may be a strided view; `w_uk` comes from `pack_batched_linear`.
         """
         ...
 
@@ -215,11 +215,11 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_heads(self, weight_NAB: Tensor) -> Packed:
-        """Prepare a weight per head `[N, A, B]` for `heads`. May keep the tensor as it is."""
+    def pack_batched_linear(self, weight_NAB: Tensor) -> Packed:
+        """Prepare a weight per head `[N, A, B]` for `batched_linear`; it may stay as it is."""
         ...
 
-    def heads(self, x_TNA: Tensor, weight: Packed) -> Tensor:
+    def batched_linear(self, x_TNA: Tensor, weight: Packed) -> Tensor:
         """Return einsum("tna,nab->tnb"), model dtype: the absorbed key and value projections.
 
         `x_TNA` may be a strided view (the nope part of the queries).

@@ -27,10 +27,10 @@ class ReferenceKernels:
     name = "reference"
     packed_layout: str | None = None
 
-    def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+    def replay(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         return compute()
 
-    def outside(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+    def eager(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
         return compute()
 
     # -- dense ---------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class ReferenceKernels:
         self, q_TND: Tensor, w_uk: Packed, positions_T: Tensor, cos_sin_SD: Tensor
     ) -> Tensor:
         rope = cos_sin_SD.shape[1]
-        latent = self.heads(q_TND[..., : q_TND.shape[-1] - rope], w_uk)
+        latent = self.batched_linear(q_TND[..., : q_TND.shape[-1] - rope], w_uk)
         return torch.cat([latent, self.rope(q_TND[..., -rope:], positions_T, cos_sin_SD)], dim=-1)
 
     def write_latent(
@@ -135,10 +135,10 @@ class ReferenceKernels:
         o, _ = _causal_attention(q_TND.float(), k_SND.float(), v_SNE.float(), softmax_scale)
         return o.to(q_TND.dtype)
 
-    def pack_heads(self, weight_NAB: Tensor) -> Packed:
+    def pack_batched_linear(self, weight_NAB: Tensor) -> Packed:
         return weight_NAB
 
-    def heads(self, x_TNA: Tensor, weight: Packed) -> Tensor:
+    def batched_linear(self, x_TNA: Tensor, weight: Packed) -> Tensor:
         return torch.einsum("tna,nab->tnb", x_TNA, weight)
 
     # -- mixture of experts --------------------------------------------------------------------

@@ -59,11 +59,11 @@ class Int8ReferenceKernels(ReferenceKernels):
             return F.linear(self.round_rows(x_TK), weight.values)
         return super().linear_f32(x_TK, weight)
 
-    def pack_heads(self, weight_NAB: Tensor) -> Packed:
+    def pack_batched_linear(self, weight_NAB: Tensor) -> Packed:
         return RoundedWeight(self.round_weight(weight_NAB.transpose(1, 2)).transpose(1, 2))
 
-    def heads(self, x_TNA: Tensor, weight: Packed) -> Tensor:
-        return super().heads(self.round_rows(x_TNA), weight.values).to(x_TNA.dtype)
+    def batched_linear(self, x_TNA: Tensor, weight: Packed) -> Tensor:
+        return super().batched_linear(self.round_rows(x_TNA), weight.values).to(x_TNA.dtype)
 
     def pack_gated_mlp(self, gate_up_JH: Tensor, down_HI: Tensor) -> Packed:
         return self.pack_experts(gate_up_JH, down_HI)

@@ -73,7 +73,7 @@ class DeepseekV3:
         if not (is_plain and batch.num_tokens <= MAX_REPEATED_TOKENS):
             return self._compute(batch, cache)
         key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
-        return self._kernels.repeat(key, self.dtype, lambda: self._compute(batch, cache))
+        return self._kernels.replay(key, self.dtype, lambda: self._compute(batch, cache))
 
     def _compute(self, batch: ForwardBatch, cache: LatentCache) -> Tensor:
         plan = plan_attention(batch, self._absorbed_max_query_tokens)

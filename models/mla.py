@@ -129,11 +129,12 @@ class LatentAttention:
             q_b = take("q_b_proj", query_width, rank)
             return kernels.pack_linear(self._interleaved(q_b, c.num_heads))
 
-        def pack_heads(part: int) -> Packed:
+        def pack_part(part: int) -> Packed:
             kv_b_NXR = take("kv_b_proj", *kv_b_shape).view(c.num_heads, -1, c.kv_lora_rank)
             sizes = [c.qk_nope_head_dim, c.v_head_dim]
             rows_NXR = torch.split(kv_b_NXR, sizes, dim=1)[part]
-            return kernels.pack_heads((rows_NXR.transpose(1, 2) if part else rows_NXR).contiguous())
+            weight_NAB = rows_NXR.transpose(1, 2) if part else rows_NXR
+            return kernels.pack_batched_linear(weight_NAB.contiguous())
 
         self._q_and_kv_a = packed("q_and_kv_a", pack_q_and_kv_a)
         if c.q_lora_rank is not None:
@@ -142,8 +143,8 @@ class LatentAttention:
             self._q_b = packed("q_b", lambda: pack_q_b(rank))
         self._kv_norm_R = take("kv_a_layernorm", c.kv_lora_rank)
         self._kv_b = packed("kv_b", lambda: kernels.pack_linear(take("kv_b_proj", *kv_b_shape)))
-        self._w_uk = packed("w_uk", lambda: pack_heads(0))
-        self._w_uv = packed("w_uv", lambda: pack_heads(1))
+        self._w_uk = packed("w_uk", lambda: pack_part(0))
+        self._w_uv = packed("w_uv", lambda: pack_part(1))
         self._o = packed(
             "o",
             lambda: kernels.pack_linear(take("o_proj", hidden, c.num_heads * c.v_head_dim)),
@@ -250,7 +251,7 @@ class LatentAttention:
             self._config.kv_lora_rank,
             first_key,
         )
-        return self._kernels.heads(o_TNR, self._w_uv)
+        return self._kernels.batched_linear(o_TNR, self._w_uv)
 
     def _expanded(self, q_TND: Tensor, context_slots_S: Tensor, cache_PBC: Tensor) -> Tensor:
         """Attend to the keys and values that kv_b_proj makes of one request's context."""

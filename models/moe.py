@@ -86,7 +86,7 @@ class MixtureOfExperts:
         if self._is_local:
             y_TH = self._routed(x_TH, ids_TK, weights_TK)
         else:
-            y_TH = self._kernels.outside(lambda: self._routed(x_TH, ids_TK, weights_TK), x_TH)
+            y_TH = self._kernels.eager(lambda: self._routed(x_TH, ids_TK, weights_TK), x_TH)
         return y_TH if self._shared is None else self._shared(x_TH, add_to_TH=y_TH)
 
     def join(self, x_0H: Tensor) -> None:

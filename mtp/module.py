@@ -190,7 +190,7 @@ class MtpModule:
             return compute(previous_TH)
         kept_TH = self._previous_TH[:num_tokens]
         kept_TH.copy_(previous_TH)
-        return self._kernels.repeat(key, self._model.dtype, lambda: compute(kept_TH))
+        return self._kernels.replay(key, self._model.dtype, lambda: compute(kept_TH))
 
     @property
     def expert_bytes(self) -> int:

@@ -33,7 +33,6 @@ from whalepod.kernels.cpu.attention_tiles import (
     write_pairs,
 )
 from whalepod.kernels.cpu.exponentials import exp_f32, exp_of_scores
-from whalepod.kernels.cpu.regions import Region, argument, argument_f64, finish, take, wait_for
 from whalepod.kernels.cpu.rows import dot_rows, mix_rows
 from whalepod.kernels.cpu.simd import (
     address_of,
@@ -44,6 +43,14 @@ from whalepod.kernels.cpu.simd import (
     load,
     pointer_like,
     store,
+)
+from whalepod.kernels.cpu.thread_pool import (
+    ParallelKernel,
+    argument,
+    argument_f64,
+    finish,
+    take,
+    wait_for,
 )
 from whalepod.kernels.cpu.tiles import end_tiles, has_tiles, start_tiles
 from whalepod.kernels.cpu.vectors import row_max, row_sum
@@ -211,7 +218,7 @@ def _write_head(o, stats, rank, has_keys, is_paired, out, lse):
     store(lse, 0, load(stats, 0) + np.float32(np.log(total)))
 
 
-def _attention_region(block):
+def _attention_kernel(block):
     """Arguments: T, N, C, R, B, M, chunks that are computed apart (0: one thread walks them all),
     first key, heads per item, q, its strides of T and N, cache, query_start, context_lens,
     block_tables, out, lse, and scratch: partial o f32 [T, N, chunks, R], partial stats f32
@@ -323,4 +330,4 @@ def _attention_region(block):
         _write_head(first_o, first_stats, rank, has_keys, uses_tiles, target, target_lse)
 
 
-ATTENTION = Region(_attention_region, "24qd")
+ATTENTION = ParallelKernel(_attention_kernel, "24qd")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whalepod.kernels.cpu import attention, elementwise, expanded
+from whalepod.kernels.cpu import attention, elementwise, prefill_attention
 from whalepod.kernels.cpu.dense_operations import DenseOperations, items
 from whalepod.kernels.cpu.operations import aligned
 from whalepod.kernels.cpu.packed import PackedLinear
@@ -59,7 +59,7 @@ class AttentionOperations(DenseOperations):
         num_requests, table_width = block_tables_BM.shape
         out_TNR = self._new((num_tokens, num_heads, latent_rank), q_TNC.dtype)
         lse_TN = self._new((num_tokens, num_heads), torch.float32)
-        num_threads = self._team.num_threads
+        num_threads = self._pool.num_threads
         uses_tiles = self._uses_tiles(q_TNC.dtype, width, latent_rank)
         is_split = num_tokens < 4 * num_threads and num_tokens * num_threads > 1
         heads_per_item, num_chunks = attention.MAX_HEADS_PER_ITEM, 0
@@ -122,11 +122,12 @@ class AttentionOperations(DenseOperations):
         out_TNE = self._new((num_queries, num_heads, value_width), q_TND.dtype)
         num_rows = num_heads * -(-num_keys // BLOCK_TOKENS) * BLOCK_TOKENS
         values, own = 2 * num_rows * width, 2 * num_rows * (width + value_width)
-        num_own = aligned(expanded.scratch_bytes(width, value_width))
-        scratch = self._borrow(own + num_own * self._team.num_threads)
+        num_own = aligned(prefill_attention.scratch_bytes(width, value_width))
+        scratch = self._borrow(own + num_own * self._pool.num_threads)
         self._run(
-            expanded.EXPANDED, q_TND.dtype, self._team.num_threads, num_queries, num_keys,
-            num_heads, width, value_width, q_TND.data_ptr(), k_SND.data_ptr(), v_SNE.data_ptr(),
-            out_TNE.data_ptr(), scratch, scratch + values, scratch + own, num_own, softmax_scale,
+            prefill_attention.PREFILL_ATTENTION, q_TND.dtype, self._pool.num_threads, num_queries,
+            num_keys, num_heads, width, value_width, q_TND.data_ptr(), k_SND.data_ptr(),
+            v_SNE.data_ptr(), out_TNE.data_ptr(), scratch, scratch + values, scratch + own, num_own,
+            softmax_scale,
         )  # fmt: skip
         return out_TNE

@@ -9,25 +9,25 @@ from torch import Tensor
 
 from whalepod.kernels.cpu import (
     attention,
+    captured_graphs,
     dense,
     elementwise,
-    expanded,
     experts,
     gate,
     noise,
     packing,
-    programs,
+    prefill_attention,
 )
 from whalepod.kernels.cpu.attention_operations import AttentionOperations
 from whalepod.kernels.cpu.operations import aligned
 from whalepod.kernels.cpu.packed import PackedExperts, PackedLinear
-from whalepod.kernels.cpu.regions import Region
+from whalepod.kernels.cpu.thread_pool import ParallelKernel
 from whalepod.kernels.interface import GateConfig
 
-MODEL_REGIONS = (
+MODEL_KERNELS = (
     dense.LINEAR,
     gate.GATE,
-    programs.PROGRAM,
+    captured_graphs.REPLAY,
     elementwise.EMBED,
     elementwise.RMS_NORM,
     elementwise.ADD_RMS_NORM,
@@ -39,7 +39,7 @@ MODEL_REGIONS = (
 )
 """Compiled for the model dtype."""
 
-F32_REGIONS = (noise.GUMBEL_NOISE, noise.DRAW, packing.PACK)
+F32_KERNELS = (noise.GUMBEL_NOISE, noise.DRAW, packing.PACK)
 """Compiled for f32 whatever the model dtype."""
 
 
@@ -47,15 +47,15 @@ class CpuKernels(AttentionOperations):
     """`Kernels` on a CPU. See `whalepod.kernels.interface` for every contract."""
 
     packed_layout: str | None = "panels-1"
-    REGIONS: tuple[Region, ...] = MODEL_REGIONS
+    KERNELS: tuple[ParallelKernel, ...] = MODEL_KERNELS
 
     def warm_up(self, dtype: torch.dtype, progress: Callable[[int, int], None]) -> None:
-        """Compile all regions for a model dtype; `progress(done, all)` is called along the way."""
-        regions = {(region, dtype): None for region in self.REGIONS}
-        regions |= {(region, torch.float32): None for region in F32_REGIONS}
+        """Compile all kernels for a model dtype; `progress(done, all)` is called along the way."""
+        kernels = {(kernel, dtype): None for kernel in self.KERNELS}
+        kernels |= {(kernel, torch.float32): None for kernel in F32_KERNELS}
         if self._has_tiles and dtype == torch.bfloat16:
-            regions[expanded.EXPANDED, dtype] = None
-        self._team.compile(list(regions), progress)
+            kernels[prefill_attention.PREFILL_ATTENTION, dtype] = None
+        self._pool.compile(list(kernels), progress)
 
     def packed_parts(
         self, packed: PackedLinear | PackedExperts
@@ -103,7 +103,7 @@ class CpuKernels(AttentionOperations):
         wide = aligned(4 * num_tokens * (3 * num_experts + 2 * num_groups))
         scratch = self._borrow(wide + 4 * num_wide)
         self._run(
-            gate.GATE, dtype, self._team.num_threads if num_tokens else 0, num_tokens, num_experts,
+            gate.GATE, dtype, self._pool.num_threads if num_tokens else 0, num_tokens, num_experts,
             top_k, num_groups, config.num_selected_groups, config.scoring == "sigmoid",
             config.group_score == "top2_sum", config.normalize_weights, logits_TE.data_ptr(),
             0 if bias_E is None else bias_E.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(),
@@ -122,7 +122,7 @@ class CpuKernels(AttentionOperations):
     def expert_rows(self, x_SH: Tensor, ids_S: Tensor, packed: PackedExperts) -> Tensor:
         if len(ids_S) > len(self._ones_S1):
             self._ones_S1 = torch.ones(2 * len(ids_S), 1)
-        self._programs.keep(self._ones_S1)
+        self._graphs.keep(self._ones_S1)
         # the sum of one, with weight one
         return self._experts(x_SH, ids_S[:, None], self._ones_S1, packed, torch.float32)
 
@@ -143,9 +143,9 @@ class CpuKernels(AttentionOperations):
         gathered = aligned(8 * (2 * num_pairs + 3 * packed.num_experts + 4))
         inner = gathered + aligned(value_bytes * num_pairs * packed.hidden * (num_tokens > 1))
         y = inner + aligned(value_bytes * num_pairs * gate_up.num_groups * 8)
-        scratch = self._borrow(y + 4 * 64 * num_pairs * self._team.num_threads)
+        scratch = self._borrow(y + 4 * 64 * num_pairs * self._pool.num_threads)
         self._run(
-            experts.EXPERTS, x_TH.dtype, self._team.num_threads, num_tokens, top_k,
+            experts.EXPERTS, x_TH.dtype, self._pool.num_threads, num_tokens, top_k,
             packed.num_experts, packed.hidden, packed.inner, gate_up.address,
             gate_up.weight_stride, gate_up.group_stride, gate_up.num_groups, down.address,
             down.weight_stride, down.group_stride, down.num_groups, x_TH.data_ptr(),
@@ -166,7 +166,7 @@ class CpuKernels(AttentionOperations):
             return out_TH
         gate_up, down = packed.gate_up, packed.down
         self._run(
-            experts.GATED_MLP, x_TH.dtype, self._team.num_threads, num_tokens, packed.hidden,
+            experts.GATED_MLP, x_TH.dtype, self._pool.num_threads, num_tokens, packed.hidden,
             packed.inner, gate_up.address, gate_up.group_stride, gate_up.num_groups, down.address,
             down.group_stride, down.num_groups, x_TH.data_ptr(), out_TH.data_ptr(),
             self._tile_rows,

@@ -7,21 +7,21 @@ columns at a time; at a small batch that is all of the time.
 from __future__ import annotations
 
 from whalepod.kernels.cpu.exponentials import store_sums
-from whalepod.kernels.cpu.panels import (
+from whalepod.kernels.cpu.packed_tiles import (
     BLOCK_COLUMNS,
     BLOCK_GROUPS,
     BLOCK_ROWS,
     block_of_sums,
     multiply_block,
 )
-from whalepod.kernels.cpu.regions import Region, argument, take
 from whalepod.kernels.cpu.simd import advance, f32_pointer, pointer_like
+from whalepod.kernels.cpu.thread_pool import ParallelKernel, argument, take
 
 ROWS_PER_ITEM = 256
 """Rows that stay in the second-level cache while an item's columns pass by."""
 
 
-def _linear_region(block):
+def _linear_kernel(block):
     """out[T, L, N] = x[T, L, K] w[L, N, K], in the model dtype or f32.
 
     Arguments: L, T, N, K, groups, groups per item, x, its strides of T and L, w, its strides of L
@@ -67,4 +67,4 @@ def _linear_region(block):
                         store_sums(source, count, advance(out, place))
 
 
-LINEAR = Region(_linear_region, "17q")
+LINEAR = ParallelKernel(_linear_kernel, "17q")

@@ -37,10 +37,10 @@ class DenseOperations(Operations):
         self._linear(x_TK.unsqueeze(1), weight, out_TN.unsqueeze(1))
         return out_TN
 
-    def pack_heads(self, weight_NAB: Tensor) -> PackedLinear:
+    def pack_batched_linear(self, weight_NAB: Tensor) -> PackedLinear:
         return self._packer.linear(weight_NAB.transpose(1, 2))
 
-    def heads(self, x_TNA: Tensor, weight: PackedLinear) -> Tensor:
+    def batched_linear(self, x_TNA: Tensor, weight: PackedLinear) -> Tensor:
         shape = (x_TNA.shape[0], weight.num_weights, weight.num_columns)
         out_TNB = self._new(shape, x_TNA.dtype)
         self._linear(x_TNA, weight, out_TNB)
@@ -99,5 +99,5 @@ class DenseOperations(Operations):
 
 
 def items(num_rows: int) -> int:
-    """Return how many items a region of rows has."""
+    """Return how many items a kernel of rows has."""
     return -(-num_rows // elementwise.ROWS_PER_ITEM)

@@ -6,7 +6,6 @@ import numpy as np
 from numba import njit
 
 from whalepod.kernels.cpu.products import row_dot
-from whalepod.kernels.cpu.regions import Region, argument, argument_f64, take
 from whalepod.kernels.cpu.rows import copy_row
 from whalepod.kernels.cpu.simd import (
     advance,
@@ -16,6 +15,7 @@ from whalepod.kernels.cpu.simd import (
     pointer_like,
     store,
 )
+from whalepod.kernels.cpu.thread_pool import ParallelKernel, argument, argument_f64, take
 
 ROWS_PER_ITEM = 8
 """Rows that a thread takes at once."""
@@ -29,7 +29,7 @@ def _normalize(x, weight, length, eps, out):
         store(out, i, load(x, i) * scale * load(weight, i))
 
 
-def _rms_norm_region(block):
+def _rms_norm_kernel(block):
     """Arguments: T, H, x, its row stride, weight, out, eps."""
     num_rows, length = argument(block, 0), argument(block, 1)
     x, stride = pointer_like(block, argument(block, 2)), argument(block, 3)
@@ -43,7 +43,7 @@ def _rms_norm_region(block):
             _normalize(advance(x, row * stride), weight, length, eps, advance(out, row * length))
 
 
-def _add_rms_norm_region(block):
+def _add_rms_norm_kernel(block):
     """Arguments: T, H, x, residual, weight, out, out residual, eps; rows are contiguous."""
     num_rows, length = argument(block, 0), argument(block, 1)
     x, residual = pointer_like(block, argument(block, 2)), pointer_like(block, argument(block, 3))
@@ -71,7 +71,7 @@ def _rotate(x, angles, num_pairs, out):
         store(out, 2 * i + 1, odd * cos + even * sin)
 
 
-def _embed_region(block):
+def _embed_kernel(block):
     """Arguments: T, H, ids, embedding, out."""
     num_tokens, length = argument(block, 0), argument(block, 1)
     ids, table = i64_pointer(argument(block, 2)), pointer_like(block, argument(block, 3))
@@ -85,7 +85,7 @@ def _embed_region(block):
             copy_row(row, length, advance(out, token * length))
 
 
-def _rope_region(block):
+def _rope_kernel(block):
     """Arguments: T, N, D, x, its strides of T and N, positions, cos_sin, out and its strides."""
     num_tokens, num_heads, width = argument(block, 0), argument(block, 1), argument(block, 2)
     x = pointer_like(block, argument(block, 3))
@@ -105,7 +105,7 @@ def _rope_region(block):
                 _rotate(source, row, width // 2, target)
 
 
-def _write_latent_region(block):
+def _write_latent_kernel(block):
     """Arguments: T, R, D, kv, its row stride, weight, positions, cos_sin, slots, cache, eps."""
     num_tokens, rank, width = argument(block, 0), argument(block, 1), argument(block, 2)
     kv, stride = pointer_like(block, argument(block, 3)), argument(block, 4)
@@ -124,8 +124,8 @@ def _write_latent_region(block):
             _rotate(advance(source, rank), row, width // 2, advance(target, rank))
 
 
-RMS_NORM = Region(_rms_norm_region, "6qd")
-ADD_RMS_NORM = Region(_add_rms_norm_region, "7qd")
-EMBED = Region(_embed_region, "5q")
-ROPE = Region(_rope_region, "11q")
-WRITE_LATENT = Region(_write_latent_region, "10qd")
+RMS_NORM = ParallelKernel(_rms_norm_kernel, "6qd")
+ADD_RMS_NORM = ParallelKernel(_add_rms_norm_kernel, "7qd")
+EMBED = ParallelKernel(_embed_kernel, "5q")
+ROPE = ParallelKernel(_rope_kernel, "11q")
+WRITE_LATENT = ParallelKernel(_write_latent_kernel, "10qd")

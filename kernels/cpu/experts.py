@@ -1,4 +1,4 @@
-"""Gated MLPs in one parallel region: all routed experts of a step, or a dense one.
+"""Gated MLPs in one parallel kernel: all routed experts of a step, or a dense one.
 
 Tokens are grouped by expert, so each weight comes from memory once for all tokens that chose its
 expert. Stages: sort, gather the rows, gate and up with SwiGLU, then down with the weighted sum.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from numba import njit
 
 from whalepod.kernels.cpu.exponentials import gate_group, store_sums
-from whalepod.kernels.cpu.panels import (
+from whalepod.kernels.cpu.packed_tiles import (
     BLOCK_COLUMNS,
     BLOCK_GROUPS,
     BLOCK_ROWS,
@@ -17,9 +17,9 @@ from whalepod.kernels.cpu.panels import (
     block_of_sums,
     multiply_block,
 )
-from whalepod.kernels.cpu.regions import Region, argument, finish, take, wait_for
 from whalepod.kernels.cpu.rows import add_row, combine_rows, copy_row
 from whalepod.kernels.cpu.simd import advance, f32_pointer, i64_pointer, load, pointer_like, store
+from whalepod.kernels.cpu.thread_pool import ParallelKernel, argument, finish, take, wait_for
 
 ROWS_PER_ITEM = 256
 """Rows of a dense MLP that an item takes at once."""
@@ -123,7 +123,7 @@ def combine_tokens(num_tokens, weights, places, top_k, y, count, block, out_addr
             combine_rows(token_weights, token_places, top_k, y, BLOCK_COLUMNS, count, target_like)
 
 
-def _experts_region(block):
+def _experts_kernel(block):
     """Arguments: T, K, E, H, I; gate and up: address, strides of E and of groups, groups; down: the
     same; x, ids, weights, out, tile rows, and scratch: integers [2 T K + 3 E + 4], gathered rows
     [T K, H] (unused for one token), inner [T K, 8 * groups of gate and up], y f32 [T K, 64] for
@@ -199,7 +199,7 @@ def _experts_region(block):
         )  # fmt: skip
 
 
-def _gated_mlp_region(block):
+def _gated_mlp_kernel(block):
     """Arguments: T, H, I; gate and up: address, stride of groups, groups; down: the same; x, out,
     tile rows, scratch: inner [T, 8 * groups of gate and up], and what is added, or 0.
     """
@@ -251,5 +251,5 @@ def _gated_mlp_region(block):
                 add_row(advance(added, place), count, advance(out, place))
 
 
-EXPERTS = Region(_experts_region, "23q")
-GATED_MLP = Region(_gated_mlp_region, "14q")
+EXPERTS = ParallelKernel(_experts_kernel, "23q")
+GATED_MLP = ParallelKernel(_gated_mlp_kernel, "14q")

@@ -6,16 +6,23 @@ import numpy as np
 from numba import njit
 
 from whalepod.kernels.cpu.exponentials import exp_f32, store_sums
-from whalepod.kernels.cpu.panels import (
+from whalepod.kernels.cpu.packed_tiles import (
     BLOCK_COLUMNS,
     BLOCK_GROUPS,
     GROUP,
     block_of_sums,
     multiply_block,
 )
-from whalepod.kernels.cpu.regions import Region, argument, argument_f64, finish, take, wait_for
 from whalepod.kernels.cpu.rows import widen_row
 from whalepod.kernels.cpu.simd import advance, f32_pointer, i64_pointer, load, pointer_like, store
+from whalepod.kernels.cpu.thread_pool import (
+    ParallelKernel,
+    argument,
+    argument_f64,
+    finish,
+    take,
+    wait_for,
+)
 
 ROWS_PER_ITEM, ROWS_PER_PRODUCT = 8, 16
 
@@ -107,7 +114,7 @@ def _choose(logits, bias_address, scratch, num_experts, top_k, num_groups, num_s
         store(weights, k, load(weights, k) / divisor * factor)
 
 
-def _gate_region(block):
+def _gate_kernel(block):
     """Arguments: T, E, K, groups, selected groups, is sigmoid, is top2, is normalised, logits,
     bias or 0, ids, weights, scratch of 3 E + 2 groups f32 per token; of the router, 0 if there are
     logits already: H, x, f32 weight, stride of its groups, groups of columns, f32 scratch [T, H];
@@ -166,4 +173,4 @@ def _gate_region(block):
             )  # fmt: skip
 
 
-GATE = Region(_gate_region, "19qd")
+GATE = ParallelKernel(_gate_kernel, "19qd")

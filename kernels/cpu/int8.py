@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from whalepod.kernels.cpu.panels import BLOCK_COLUMNS, BLOCK_GROUPS, GROUP
+from whalepod.kernels.cpu.packed_tiles import BLOCK_COLUMNS, BLOCK_GROUPS, GROUP
 from whalepod.kernels.cpu.simd import (
     F32,
     F32_POINTER,

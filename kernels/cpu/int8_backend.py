@@ -12,7 +12,7 @@ from whalepod.kernels.cpu.backend import CpuKernels
 from whalepod.kernels.cpu.int8 import STEP, STEP_BYTES, record_bytes
 from whalepod.kernels.cpu.operations import NEVER, aligned
 from whalepod.kernels.cpu.packed import PackedExperts, PackedLinear
-from whalepod.kernels.cpu.panels import BLOCK_GROUPS, GROUP
+from whalepod.kernels.cpu.packed_tiles import BLOCK_GROUPS, GROUP
 
 
 class Int8CpuKernels(CpuKernels):
@@ -23,8 +23,8 @@ class Int8CpuKernels(CpuKernels):
     """
 
     packed_layout = "int8-2"
-    REGIONS = (
-        *CpuKernels.REGIONS, int8_packing.PACK_INT8, int8_regions.LINEAR_INT8,
+    KERNELS = (
+        *CpuKernels.KERNELS, int8_packing.PACK_INT8, int8_regions.LINEAR_INT8,
         int8_regions.EXPERTS_INT8,
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ class Int8CpuKernels(CpuKernels):
             return super().pack_linear(weight_NK)
         return self._pack(weight_NK.unsqueeze(0))
 
-    def pack_heads(self, weight_NAB: Tensor) -> PackedLinear:
+    def pack_batched_linear(self, weight_NAB: Tensor) -> PackedLinear:
         return self._pack(weight_NAB.transpose(1, 2))
 
     def pack_gated_mlp(self, gate_up_JH: Tensor, down_HI: Tensor) -> PackedExperts:
@@ -92,7 +92,7 @@ class Int8CpuKernels(CpuKernels):
         groups_per_item = BLOCK_GROUPS if num_rows < 64 else 4 * BLOCK_GROUPS
         stride = aligned(record_bytes(weight.length))
         self._run(
-            int8_regions.LINEAR_INT8, x_TLK.dtype, self._team.num_threads, num_heads, num_rows,
+            int8_regions.LINEAR_INT8, x_TLK.dtype, self._pool.num_threads, num_heads, num_rows,
             weight.num_columns, weight.length, weight.num_groups, groups_per_item,
             x_TLK.data_ptr(), x_TLK.stride(0), x_TLK.stride(1), weight.address,
             weight.weight_stride, weight.group_stride, out_TLN.data_ptr(), out_TLN.stride(0),
@@ -138,9 +138,9 @@ class Int8CpuKernels(CpuKernels):
         y = inners + num_pairs * inner_stride
         # a block of 16 rows may end behind the last pair
         per_thread = num_pairs + 16
-        scratch = self._borrow(y + 4 * 64 * per_thread * self._team.num_threads)
+        scratch = self._borrow(y + 4 * 64 * per_thread * self._pool.num_threads)
         self._run(
-            int8_regions.EXPERTS_INT8, x_TH.dtype, self._team.num_threads, num_tokens, top_k,
+            int8_regions.EXPERTS_INT8, x_TH.dtype, self._pool.num_threads, num_tokens, top_k,
             packed.num_experts, packed.hidden, packed.inner, gate_up.address,
             gate_up.weight_stride, gate_up.group_stride, gate_up.num_groups, down.address,
             down.weight_stride, down.group_stride, down.num_groups, x_TH.data_ptr(), *addresses,

@@ -17,8 +17,7 @@ from numba import types
 from numba.core import cgutils
 
 from whalepod.kernels.cpu.int8 import BLOCK, STEP, STEP_BYTES
-from whalepod.kernels.cpu.panels import GROUP
-from whalepod.kernels.cpu.regions import Region, argument, take
+from whalepod.kernels.cpu.packed_tiles import GROUP
 from whalepod.kernels.cpu.simd import (
     F32,
     I16,
@@ -34,6 +33,7 @@ from whalepod.kernels.cpu.simd import (
     u8_pointer,
     widen,
 )
+from whalepod.kernels.cpu.thread_pool import ParallelKernel, argument, take
 from whalepod.kernels.cpu.vectors import fma, lanes_below, load_vector, splat, transpose, unary
 from whalepod.kernels.reference_int8 import INT8_DIVISORS, NUM_INT8_FITS
 
@@ -182,7 +182,7 @@ def _pack_blocks(typingctx, source, stride, num_rows, remaining, out, scales_out
     return signature, codegen
 
 
-def _pack_region(block):
+def _pack_kernel(block):
     """Arguments: matrices, rows N and length K of each, source (model dtype) and its strides of
     matrices and rows, out and its strides of matrices and groups in bytes.
     """
@@ -210,4 +210,4 @@ def _pack_region(block):
             )  # fmt: skip
 
 
-PACK_INT8 = Region(_pack_region, "9q")
+PACK_INT8 = ParallelKernel(_pack_kernel, "9q")

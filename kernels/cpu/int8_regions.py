@@ -1,4 +1,4 @@
-"""The regions of a model whose weights are int8: linear layers, gated MLPs and experts."""
+"""The kernels of a model whose weights are int8: linear layers, gated MLPs and experts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from whalepod.kernels.cpu.experts import combine_tokens, gather_rows, group_by_e
 from whalepod.kernels.cpu.exponentials import gate_group, store_sums
 from whalepod.kernels.cpu.int8 import BLOCK, BLOCK_ROWS, STEP, quantize_blocks
 from whalepod.kernels.cpu.int8_tiles import multiply_bytes
-from whalepod.kernels.cpu.panels import (
+from whalepod.kernels.cpu.packed_tiles import (
     BLOCK_COLUMNS,
     BLOCK_GROUPS,
     GROUP,
     block_of_sums,
 )
-from whalepod.kernels.cpu.regions import Region, argument, finish, take, wait_for
 from whalepod.kernels.cpu.rows import add_row
 from whalepod.kernels.cpu.simd import (
     advance,
@@ -25,6 +24,7 @@ from whalepod.kernels.cpu.simd import (
     store,
     u8_pointer,
 )
+from whalepod.kernels.cpu.thread_pool import ParallelKernel, argument, finish, take, wait_for
 
 ROWS_PER_ITEM = 8
 """Rows that are quantised at once."""
@@ -33,7 +33,7 @@ ROW_BLOCK = 256
 """Rows that an item multiplies."""
 
 
-def _linear_region(block):
+def _linear_kernel(block):
     """out[T, L, N] = x[T, L, K] w[L, N, K], in the model dtype or f32.
 
     Arguments: L, T, N, K, groups, groups per item, x, its strides of T and L, w, its strides of L
@@ -124,7 +124,7 @@ def _gate_up(records, stride, num_rows, w, w_stride, num_groups, padded, tile_ro
             )  # fmt: skip
 
 
-def _experts_region(block):
+def _experts_kernel(block):
     """Arguments: T, K, E, H, I; gate and up: address, strides of E and of groups, groups; down: the
     same; x, ids (0: one MLP for all), weights, out, what is added (0: nothing), and scratch:
     integers [2 T K + 3 E + 4], records [T] and the bytes of one, records of sorted pairs [T K]
@@ -229,5 +229,5 @@ def _experts_region(block):
                 add_row(advance(added, token * hidden + column), count, target)
 
 
-LINEAR_INT8 = Region(_linear_region, "19q")
-EXPERTS_INT8 = Region(_experts_region, "27q")
+LINEAR_INT8 = ParallelKernel(_linear_kernel, "19q")
+EXPERTS_INT8 = ParallelKernel(_experts_kernel, "27q")

@@ -23,7 +23,7 @@ from whalepod.kernels.cpu.int8 import (
     multiply_by_vectors,
     scales_of_columns,
 )
-from whalepod.kernels.cpu.panels import BLOCK_COLUMNS, GROUP
+from whalepod.kernels.cpu.packed_tiles import BLOCK_COLUMNS, GROUP
 from whalepod.kernels.cpu.simd import (
     F32,
     F32_POINTER,

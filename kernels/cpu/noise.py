@@ -9,7 +9,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from whalepod.kernels.cpu.regions import Region, argument, take
 from whalepod.kernels.cpu.simd import (
     F32,
     F32_POINTER,
@@ -23,6 +22,7 @@ from whalepod.kernels.cpu.simd import (
     offset,
     store,
 )
+from whalepod.kernels.cpu.thread_pool import ParallelKernel, argument, take
 from whalepod.kernels.cpu.vectors import load_vector, over_vectors, splat, store_vector
 
 TOKENS_PER_ITEM = 4096
@@ -108,7 +108,7 @@ def _fill_noise(typingctx, start, first, count, out):
     return types.void(types.uint64, types.int64, types.int64, F32_POINTER), codegen
 
 
-def _gumbel_region(block):
+def _gumbel_kernel(block):
     """Arguments: B, V, seeds, positions, out; the numbers are those of the reference."""
     num_rows, num_tokens = argument(block, 0), argument(block, 1)
     seeds, positions = i64_pointer(argument(block, 2)), i64_pointer(argument(block, 3))
@@ -125,7 +125,7 @@ def _gumbel_region(block):
         _fill_noise(start, first, count, advance(out, row * num_tokens + first))
 
 
-GUMBEL_NOISE = Region(_gumbel_region, "5q")
+GUMBEL_NOISE = ParallelKernel(_gumbel_kernel, "5q")
 
 
 @intrinsic
@@ -165,7 +165,7 @@ def _argmax(typingctx, x, count):
     return types.int64(F32_POINTER, types.int64), codegen
 
 
-def _draw_region(block):
+def _draw_kernel(block):
     """Arguments: B, V, logits, temperatures, seeds, positions, scratch f32 [B, V], out."""
     num_rows, num_tokens = argument(block, 0), argument(block, 1)
     logits, temperatures = f32_pointer(argument(block, 2)), f32_pointer(argument(block, 3))
@@ -188,4 +188,4 @@ def _draw_region(block):
             store(out, row, _argmax(x, num_tokens))
 
 
-DRAW = Region(_draw_region, "8q")
+DRAW = ParallelKernel(_draw_kernel, "8q")

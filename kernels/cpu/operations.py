@@ -1,4 +1,4 @@
-"""What every operation on a CPU needs: regions to run, memory for results, and scratch."""
+"""What every operation on a CPU needs: kernels to run, memory for results, and scratch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from whalepod.kernels.cpu import programs
+from whalepod.kernels.cpu import captured_graphs
 from whalepod.kernels.cpu.packed import Packer
-from whalepod.kernels.cpu.regions import Region, Team
+from whalepod.kernels.cpu.thread_pool import ParallelKernel, ThreadPool
 from whalepod.kernels.cpu.tiles import can_use_tiles
 
 MIN_TILE_ROWS = 4
-"""From so many rows on AMX is faster than AVX512-BF16, where a machine has both."""
+"""AMX wins over AVX512-BF16 from this many rows, where a machine has both."""
 
 NEVER = 1 << 62
 _ALIGNMENT = 64
 
 
 class Operations:
-    """Runs regions on a team of threads, and owns the memory that they work in.
+    """Runs kernels on a pool of threads, and owns the memory that they work in.
 
     is_invariant  a row's bits depend on the row alone, whatever the batch, the chunks, the threads
     code_folder   keeps compiled code for the next process; None: where numba would
@@ -36,40 +36,42 @@ class Operations:
     ) -> None:
         self.name = "cpu, batch-invariant" if is_invariant else "cpu"
         self._is_invariant = is_invariant
-        self._team = Team(num_threads or torch.get_num_threads(), code_folder)
+        self._pool = ThreadPool(num_threads or torch.get_num_threads(), code_folder)
         self._has_tiles = can_use_tiles()
         # Tiles add in another order: a row's bits would depend on how many rows are beside it.
         self._tile_rows = MIN_TILE_ROWS if not is_invariant and self._has_tiles else NEVER
-        self._packer = Packer(self._team)
-        self._programs = programs.Programs(self._team)
+        self._packer = Packer(self._pool)
+        self._graphs = captured_graphs.CapturedGraphs(self._pool)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._ones_S1 = torch.ones(0, 1)
 
-    def _run(self, region: Region, dtype: torch.dtype, num_items: int, *arguments: object) -> None:
-        self._team.run(region, dtype, num_items, *arguments)
+    def _run(
+        self, kernel: ParallelKernel, dtype: torch.dtype, num_items: int, *arguments: object
+    ) -> None:
+        self._pool.run(kernel, dtype, num_items, *arguments)
 
-    def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
-        return self._programs.run(key, dtype, compute)
+    def replay(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+        return self._graphs.run(key, dtype, compute)
 
-    def outside(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
-        return self._programs.outside(compute, like)
+    def eager(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+        return self._graphs.eager(compute, like)
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory for what an operation makes; a program that is recorded keeps it."""
-        return self._programs.new(shape, dtype)
+        """Return memory for what an operation makes; a captured graph keeps it."""
+        return self._graphs.new(shape, dtype)
 
     def _dense(self, x: Tensor) -> Tensor:
         """Return the tensor with its last dimension contiguous."""
         if x.stride(-1) == 1:
             return x
-        assert not self._programs.is_recording, "a copy would not be repeated"
+        assert not self._graphs.is_capturing, "a copy would not be replayed"
         return x.contiguous()
 
     def _borrow(self, num_bytes: int) -> int:
         """Return the address of scratch memory, valid until the next operation."""
         if self._scratch.numel() < num_bytes + _ALIGNMENT:
             self._scratch = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-        self._programs.keep(self._scratch)
+        self._graphs.keep(self._scratch)
         return aligned(self._scratch.data_ptr())
 
 

@@ -1,4 +1,4 @@
-"""Weights as the regions read them: groups of 16 columns, all of k for one group after the other.
+"""Weights as the kernels read them: groups of 16 columns, all of k for one group after the other.
 
     bfloat16   [groups, ceil(K / 2), 16, 2]   two neighbouring k side by side (VNNI)
     f32        [groups, K, 16]
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whalepod.kernels.cpu import packing
 from whalepod.kernels.cpu.packing import GROUP
-from whalepod.kernels.cpu.regions import Team
+from whalepod.kernels.cpu.thread_pool import ThreadPool
 
 
 class PackedLinear:
@@ -50,15 +50,15 @@ class PackedExperts:
 
 
 class Packer:
-    """Packs weights on the threads of a team."""
+    """Packs weights on the threads of a pool."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
 
     def linear(self, weight_LNK: Tensor) -> PackedLinear:
         """Pack weights `[L, N, K]`."""
         _, num_columns, length = weight_LNK.shape
-        shape = panel_shape(weight_LNK.shape, weight_LNK.dtype)
+        shape = tile_shape(weight_LNK.shape, weight_LNK.dtype)
         panels = torch.empty(shape, dtype=weight_LNK.dtype)
         self._fill(weight_LNK, panels, 0, 1)
         return PackedLinear(panels, num_columns, length)
@@ -68,7 +68,7 @@ class Packer:
         num_experts, double, hidden = gate_up_EJH.shape
         gate, up = gate_up_EJH[:, : double // 2], gate_up_EJH[:, double // 2 :]
         num_groups = -(-double // 2 // GROUP)
-        shape = panel_shape((num_experts, 2 * num_groups * GROUP, hidden), gate.dtype)
+        shape = tile_shape((num_experts, 2 * num_groups * GROUP, hidden), gate.dtype)
         panels = torch.empty(shape, dtype=gate.dtype)
         self._fill(gate, panels, 0, 2)
         self._fill(up, panels, 1, 2)
@@ -90,7 +90,7 @@ class Packer:
             weight_LNK = F.pad(weight_LNK, (0, -weight_LNK.shape[2] % per_unit)).contiguous()
         target = panels[:, first_group::every]
         num_weights, num_columns, length = weight_LNK.shape
-        self._team.run(
+        self._pool.run(
             packing.PACK, torch.float32, num_weights * -(-num_columns // GROUP), num_weights,
             num_columns, length // per_unit, weight_LNK.data_ptr(),
             weight_LNK.stride(0) // per_unit, weight_LNK.stride(1) // per_unit, target.data_ptr(),
@@ -98,7 +98,7 @@ class Packer:
         )  # fmt: skip
 
 
-def panel_shape(shape_LNK: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+def tile_shape(shape_LNK: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
     """Return the shape of weights `[L, N, K]` once packed."""
     num_weights, num_columns, length = shape_LNK
     num_groups = -(-num_columns // GROUP)

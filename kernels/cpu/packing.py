@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from numba import njit
 
-from whalepod.kernels.cpu.regions import Region, argument, take
 from whalepod.kernels.cpu.simd import advance, i32_pointer, load, store
+from whalepod.kernels.cpu.thread_pool import ParallelKernel, argument, take
 
 GROUP = 16
 
@@ -29,7 +29,7 @@ def _pack_group(source, row_stride, num_rows, num_units, out):
             store(out, u * GROUP + r, value)
 
 
-def _pack_region(block):
+def _pack_kernel(block):
     """Arguments: matrices, rows and units of each, source and its strides of matrices and rows in
     units, out and its strides of matrices and groups.
     """
@@ -51,4 +51,4 @@ def _pack_region(block):
         )  # fmt: skip
 
 
-PACK = Region(_pack_region, "9q")
+PACK = ParallelKernel(_pack_kernel, "9q")

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from whalepod.kernels.cpu.compile_cache import compiled
-from whalepod.kernels.cpu.regions import Region, Team, _new_function, argument
 from whalepod.kernels.cpu.simd import i64_pointer, store
+from whalepod.kernels.cpu.thread_pool import ParallelKernel, ThreadPool, _new_function, argument
 
 
-def _answer_region(block):  # type: ignore[no-untyped-def]
+def _answer_kernel(block):  # type: ignore[no-untyped-def]
     store(i64_pointer(argument(block, 0)), 0, 42)
 
 
-ANSWER = Region(_answer_region, "1q")
+ANSWER = ParallelKernel(_answer_kernel, "1q")
 
 
 def _double(x):  # type: ignore[no-untyped-def]
@@ -30,7 +30,7 @@ def run_answer(folder: Path, dtype: torch.dtype) -> bool:
     function.keep_in(folder)
     function.compile()
     out = torch.zeros(1, dtype=torch.int64)
-    Team(1, folder).run(ANSWER, dtype, 1, out.data_ptr())
+    ThreadPool(1, folder).run(ANSWER, dtype, 1, out.data_ptr())
     assert int(out) == 42
     return function.cache_hits == 1
 
@@ -40,7 +40,7 @@ def test_code_goes_where_the_caller_says_and_is_found_again(tmp_path: Path) -> N
     assert run_answer(tmp_path, torch.float32), "the second start compiles nothing"
     assert len(list(tmp_path.rglob("*.nbc"))) == 1
     beside = Path(__file__).parent / "__pycache__"
-    assert not list(beside.glob("*_answer_region*.nb?"))
+    assert not list(beside.glob("*_answer_kernel*.nb?"))
 
 
 def test_two_dtypes_never_share_a_file(tmp_path: Path) -> None:

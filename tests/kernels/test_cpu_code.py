@@ -22,9 +22,9 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 EMITTED_CODE = """
 import torch
-from whalepod.kernels.cpu import attention, dense, experts, int8_regions, regions
-for region in (dense.LINEAR, experts.EXPERTS, int8_regions.LINEAR_INT8, attention.ATTENTION):
-    code = regions.compile_afresh(region, torch.bfloat16).assembly()
+from whalepod.kernels.cpu import attention, dense, experts, int8_regions, thread_pool
+for kernel in (dense.LINEAR, experts.EXPERTS, int8_regions.LINEAR_INT8, attention.ATTENTION):
+    code = thread_pool.compile_afresh(kernel, torch.bfloat16).assembly()
     print(*(code.count(name) for name in ("vdpbf16ps", "tdpbf16ps", "vpdpbusd", "tdpbsud")))
 """
 
@@ -97,8 +97,8 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_threads:
     x = random(40, 300, dtype=dtype, seed=1)
     linear = kernels.pack_linear(random(70, 300, dtype=dtype))
     heads = [
-        kernels.pack_heads(random(3, 100, 60, dtype=dtype)),
-        kernels.pack_heads(random(3, 60, 100, dtype=dtype).transpose(1, 2)),
+        kernels.pack_batched_linear(random(3, 100, 60, dtype=dtype)),
+        kernels.pack_batched_linear(random(3, 60, 100, dtype=dtype).transpose(1, 2)),
     ]
     experts = kernels.pack_experts(
         random(5, 2 * 40, 300, dtype=dtype), random(5, 300, 40, dtype=dtype)
@@ -111,7 +111,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_threads:
         return [
             kernels.linear(part, linear),
             kernels.linear_f32(part, linear),
-            *(kernels.heads(part.view(-1, 3, 100), weight) for weight in heads),
+            *(kernels.batched_linear(part.view(-1, 3, 100), weight) for weight in heads),
             kernels.experts(part, ids[rows], weights[rows], experts),
             kernels.rms_norm(part, x[0], 1e-6),
             kernels.gate(part.float(), None, GATE)[1],

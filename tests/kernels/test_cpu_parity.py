@@ -106,7 +106,7 @@ def test_heads(dtype: torch.dtype, num_rows: int, is_transposed: bool) -> None:
     weight = random(3, 70, 100, dtype=dtype).transpose(1, 2)
     weight = weight if is_transposed else weight.contiguous()
     expected = torch.einsum("tna,nab->tnb", x.double(), weight.double()).to(dtype)
-    assert_close(CPU.heads(x, CPU.pack_heads(weight)), expected, TOLERANCE[dtype])
+    assert_close(CPU.batched_linear(x, CPU.pack_batched_linear(weight)), expected, TOLERANCE[dtype])
 
 
 @cases
@@ -143,7 +143,7 @@ def test_embed(dtype: torch.dtype, num_rows: int) -> None:
 def test_absorb_queries(dtype: torch.dtype, num_rows: int) -> None:
     q, weight = random(num_rows, 3, 56, dtype=dtype), random(3, 40, 100, dtype=dtype)
     positions, angles = torch.arange(num_rows), make_angles(16)
-    actual = CPU.absorb_queries(q, CPU.pack_heads(weight), positions, angles)
+    actual = CPU.absorb_queries(q, CPU.pack_batched_linear(weight), positions, angles)
     expected = REFERENCE.absorb_queries(q, weight, positions, angles)
     assert_close(actual, expected, TOLERANCE[dtype])
 

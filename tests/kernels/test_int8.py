@@ -80,8 +80,8 @@ def test_tiles_give_the_bits_of_vectors(num_rows: int, length: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
 def test_heads(dtype: torch.dtype, num_rows: int) -> None:
     x, weight = random(num_rows, 3, 150, dtype=dtype)[..., :100], random(3, 100, 70, dtype=dtype)
-    expected = TWIN.heads(x, TWIN.pack_heads(weight))
-    assert_close(KERNELS.heads(x, KERNELS.pack_heads(weight)), expected, 8e-3)
+    expected = TWIN.batched_linear(x, TWIN.pack_batched_linear(weight))
+    assert_close(KERNELS.batched_linear(x, KERNELS.pack_batched_linear(weight)), expected, 8e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,7 +134,7 @@ def test_weights_are_rounded_with_the_best_of_many_scales(dtype: torch.dtype) ->
     weight = random(3, 37, 200, dtype=dtype)
     weight[0, 5, 32:64] = 0
     weight[1, 3, :32] *= torch.where(torch.arange(32) == 7, 100.0, 1e-3)
-    packed = KERNELS.pack_heads(weight.transpose(1, 2))
+    packed = KERNELS.pack_batched_linear(weight.transpose(1, 2))
     actual, expected = unpacked(packed.tensor, 37, 200), round_weight(weight)
     plain = join_blocks(torch.mul(*round_blocks(blocks_of(weight), q8_0_scale(weight))), 200)
 

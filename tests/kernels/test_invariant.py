@@ -70,9 +70,11 @@ def test_elementwise_operations_and_norms_do_not_see_the_ends_of_vectors(
 
 def test_heads_give_a_row_the_same_bits_among_any_rows(num_threads: int) -> None:
     raw, x = noise(3, 16, 40, seed=1), noise(205, 3, 24)[..., :16]
-    weight = KERNELS.pack_heads(raw)
-    assert_rows_are_independent(lambda x: KERNELS.heads(x, weight), x)
-    torch.testing.assert_close(KERNELS.heads(x, weight), ReferenceKernels().heads(x, raw))
+    weight = KERNELS.pack_batched_linear(raw)
+    assert_rows_are_independent(lambda x: KERNELS.batched_linear(x, weight), x)
+    torch.testing.assert_close(
+        KERNELS.batched_linear(x, weight), ReferenceKernels().batched_linear(x, raw)
+    )
 
 
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])

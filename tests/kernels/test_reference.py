@@ -166,7 +166,7 @@ def test_mla_prefill_is_causal_attention_aligned_to_the_right(
 
 def test_heads_multiplies_each_head_by_its_own_weight() -> None:
     x_TNA, weight_NAB = noise(4, 3, 7)[..., :5], noise(3, 5, 6, seed=1)
-    y_TNB = KERNELS.heads(x_TNA, KERNELS.pack_heads(weight_NAB))
+    y_TNB = KERNELS.batched_linear(x_TNA, KERNELS.pack_batched_linear(weight_NAB))
     for n in range(3):
         torch.testing.assert_close(y_TNB[:, n], x_TNA[:, n] @ weight_NAB[n])
 
@@ -256,7 +256,7 @@ def test_every_operation_accepts_no_tokens() -> None:
     mlp = KERNELS.pack_gated_mlp(noise(6, 8), noise(8, 3))
     assert KERNELS.gated_mlp(empty, mlp).shape == (0, 8)
     assert KERNELS.rope(torch.zeros(0, 2, 8), positions, noise(9, 8)).shape == (0, 2, 8)
-    assert KERNELS.heads(torch.zeros(0, 2, 8), noise(2, 8, 3)).shape == (0, 2, 3)
+    assert KERNELS.batched_linear(torch.zeros(0, 2, 8), noise(2, 8, 3)).shape == (0, 2, 3)
     ids, weights = KERNELS.gate(torch.zeros(0, 4), None, config)
     packed = KERNELS.pack_experts(noise(4, 6, 8), noise(4, 8, 3))
     assert KERNELS.experts(empty, ids, weights, packed).shape == (0, 8)

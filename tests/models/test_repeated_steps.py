@@ -21,12 +21,12 @@ NUM_REQUESTS = 3
 
 
 class Eager(CpuKernels):
-    def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+    def replay(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         return compute()
 
 
 class EagerInt8(Int8CpuKernels):
-    def repeat(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+    def replay(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         return compute()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from whalepod.kernels.cpu import CpuKernels
-from whalepod.kernels.cpu.programs import MAX_PROGRAMS, Arena
+from whalepod.kernels.cpu.captured_graphs import MAX_GRAPHS, Arena
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -29,15 +29,15 @@ class Layer:
         normed = self.kernels.rms_norm(self.x, self.norm, 1e-6)
         return self.kernels.gated_mlp(normed, self.mlp, add_to_TH=self.x)
 
-    def repeat(self, key: object = 0) -> Tensor:
-        return self.kernels.repeat(key, torch.float32, self.compute)
+    def replay(self, key: object = 0) -> Tensor:
+        return self.kernels.replay(key, torch.float32, self.compute)
 
 
 def test_a_repeated_step_sees_new_values_and_calls_nothing() -> None:
     layer = Layer()
     for seed in range(5):
         layer.x.copy_(random(3, 64, seed=seed))
-        actual = layer.repeat()
+        actual = layer.replay()
         num_calls = layer.num_calls
         assert torch.equal(actual, layer.compute())
     assert num_calls == 2 + 4, "two repeats called `compute`, and four comparisons"
@@ -48,12 +48,12 @@ def test_a_result_outlives_the_next_repeat() -> None:
     results = []
     for seed in range(4):
         layer.x.copy_(random(3, 64, seed=seed))
-        results.append((layer.repeat(), layer.compute()))
+        results.append((layer.replay(), layer.compute()))
     for actual, expected in results:
         assert torch.equal(actual, expected)
 
 
-def test_what_is_outside_of_kernels_is_called_each_time_between_the_regions() -> None:
+def test_what_is_eager_is_called_each_time_between_the_kernels() -> None:
     layer, calls = Layer(), []
 
     def compute() -> Tensor:
@@ -64,45 +64,45 @@ def test_what_is_outside_of_kernels_is_called_each_time_between_the_regions() ->
             row = layer.kernels.rms_norm(normed, layer.norm, 1e-6)  # not a part of the program
             return torch.stack([row[0] / 2, *normed[1:]])
 
-        halved = layer.kernels.outside(halve, normed)
+        halved = layer.kernels.eager(halve, normed)
         return layer.kernels.gated_mlp(halved, layer.mlp, add_to_TH=normed)
 
     for seed in range(5):
         layer.x.copy_(random(3, 64, seed=seed))
-        actual = layer.kernels.repeat("key", torch.float32, compute)
+        actual = layer.kernels.replay("key", torch.float32, compute)
         assert len(calls) == 2 * seed + 1
         assert torch.equal(actual, compute())
 
 
-def test_a_step_that_raises_outside_of_kernels_can_be_repeated_again() -> None:
+def test_a_step_whose_eager_part_raises_can_be_replayed_again() -> None:
     layer, fails = Layer(), [True]
 
-    def outside() -> Tensor:
+    def eager() -> Tensor:
         if fails[0]:
             raise ValueError("another rank is gone")
         return layer.x * 2
 
     def compute() -> Tensor:
-        y = layer.kernels.outside(outside, layer.x)
+        y = layer.kernels.eager(eager, layer.x)
         return layer.kernels.gated_mlp(y, layer.mlp, add_to_TH=y)
 
     for fail in (True, True, False, True, False, True, False, False):
         fails[0] = fail
         if fail:
             with pytest.raises(ValueError, match="gone"):
-                layer.kernels.repeat("key", torch.float32, compute)
+                layer.kernels.replay("key", torch.float32, compute)
         else:
-            actual = layer.kernels.repeat("key", torch.float32, compute)
+            actual = layer.kernels.replay("key", torch.float32, compute)
             assert torch.equal(actual, compute())
 
 
-def test_programs_are_bounded_and_made_again() -> None:
+def test_graphs_are_bounded_and_made_again() -> None:
     layer = Layer()
     expected = layer.compute()
     for _ in range(2):
-        for key in range(MAX_PROGRAMS + 3):
+        for key in range(MAX_GRAPHS + 3):
             for _ in range(3):
-                assert torch.equal(layer.repeat(key), expected)
+                assert torch.equal(layer.replay(key), expected)
 
 
 def test_memory_is_given_out_again_only_once_no_view_holds_it() -> None:
@@ -117,11 +117,11 @@ def test_memory_is_given_out_again_only_once_no_view_holds_it() -> None:
     assert address % 64 == 0
 
 
-def test_memory_that_grows_later_leaves_programs_whole() -> None:
+def test_memory_that_grows_later_leaves_graphs_whole() -> None:
     layer = Layer()
     expected = layer.compute()
-    layer.repeat()
-    layer.repeat()
+    layer.replay()
+    layer.replay()
     big = layer.kernels.pack_gated_mlp(random(2048, 64), random(64, 1024))
     layer.kernels.gated_mlp(random(300, 64), big)  # larger scratch
-    assert torch.equal(layer.repeat(), expected)
+    assert torch.equal(layer.replay(), expected)

@@ -87,7 +87,7 @@ class _Product:
 
 
 @intrinsic(prefer_literal=True)
-def _panel_block(typingctx, num_rows, num_groups, x, x_stride, w, w_stride, length, sums):
+def _tile_block(typingctx, num_rows, num_groups, x, x_stride, w, w_stride, length, sums):
     """Set sums[r, c] = sum_k x[r, k] w[c, k] for a few rows and groups; sums `[rows, 64]` f32.
 
     num_rows, num_groups  literal ints: what fits in registers
@@ -159,19 +159,19 @@ def _wide_rows(x, x_stride, num_rows, w, w_stride, length, sums):
     r = 0
     while r + 6 <= num_rows:
         row, target = advance(x, r * x_stride), advance(sums, r * BLOCK_COLUMNS)
-        _panel_block(6, 4, row, x_stride, w, w_stride, length, target)
+        _tile_block(6, 4, row, x_stride, w, w_stride, length, target)
         r += 6
     while r + 4 <= num_rows:
         row, target = advance(x, r * x_stride), advance(sums, r * BLOCK_COLUMNS)
-        _panel_block(4, 4, row, x_stride, w, w_stride, length, target)
+        _tile_block(4, 4, row, x_stride, w, w_stride, length, target)
         r += 4
     while r + 2 <= num_rows:
         row, target = advance(x, r * x_stride), advance(sums, r * BLOCK_COLUMNS)
-        _panel_block(2, 4, row, x_stride, w, w_stride, length, target)
+        _tile_block(2, 4, row, x_stride, w, w_stride, length, target)
         r += 2
     if r < num_rows:
         row, target = advance(x, r * x_stride), advance(sums, r * BLOCK_COLUMNS)
-        _panel_block(1, 4, row, x_stride, w, w_stride, length, target)
+        _tile_block(1, 4, row, x_stride, w, w_stride, length, target)
 
 
 @njit
@@ -181,11 +181,11 @@ def _narrow_rows(x, x_stride, num_rows, w, w_stride, num_groups, length, sums):
         r = 0
         while r + 4 <= num_rows:
             row, target = advance(x, r * x_stride), advance(column, r * BLOCK_COLUMNS)
-            _panel_block(4, 1, row, x_stride, group, w_stride, length, target)
+            _tile_block(4, 1, row, x_stride, group, w_stride, length, target)
             r += 4
         while r < num_rows:
             row, target = advance(x, r * x_stride), advance(column, r * BLOCK_COLUMNS)
-            _panel_block(1, 1, row, x_stride, group, w_stride, length, target)
+            _tile_block(1, 1, row, x_stride, group, w_stride, length, target)
             r += 1
 
 
@@ -203,6 +203,6 @@ def multiply_block(x, x_stride, num_rows, w, w_stride, num_groups, length, tile_
     if _WIDE and num_groups == BLOCK_GROUPS:
         _wide_rows(x, x_stride, num_rows, w, w_stride, length, sums)
     elif not _WIDE and num_rows == 1 and num_groups == BLOCK_GROUPS:
-        _panel_block(1, 4, x, x_stride, w, w_stride, length, sums)
+        _tile_block(1, 4, x, x_stride, w, w_stride, length, sums)
     else:
         _narrow_rows(x, x_stride, num_rows, w, w_stride, num_groups, length, sums)

@@ -1,14 +1,14 @@
-"""Parallel regions: numba functions that run on torch's own OpenMP threads.
+"""Parallel kernels: numba functions that run on torch's own OpenMP threads.
 
 Numba's `parallel=True` would bring a second pool of threads, and two pools on the same cores stall
 each other for whole scheduler quanta. Here a kernel is a C callback, and `GOMP_parallel` of the
 OpenMP library that torch loaded calls it on the threads that torch's operations use too: entering
-and leaving a region of two threads costs about 1 us (0.6 us of it ctypes; November 2026, 2 cores of
+and leaving a kernel of two threads costs about 1 us (0.6 us of it ctypes; November 2026, 2 cores of
 a Sapphire-Rapids-class machine). Torch's `OMP_NUM_THREADS` and `set_num_threads` apply unchanged.
 
 Work is split into items that threads take one by one from an atomic counter. A stage ends when its
-items are finished, not when every thread has arrived: a thread that the system has put aside holds
-nobody up between stages. Who computes an item never changes its bits.
+items are finished, not when every thread has arrived: a thread that the system has put aside does
+not hold up the others between stages. Which thread computes an item never changes its bits.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _NUM_STAGES = 8
 _PATIENCE = 2000
 """Looks at a counter (some 100 us of them) before a waiting thread gives its core away."""
 HEADER = 2 * _NUM_STAGES
-"""int64 values before the arguments of a region: items taken, then items finished, per stage."""
+"""int64 values before the arguments of a kernel: items taken, then items finished, per stage."""
 
 BLOCK_BYTES = 8 * 64
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class ParallelKernel:
     """A function of one argument block, and the `struct` format of the arguments in it.
 
     The element type of the block's pointer is the model dtype: `pointer_like(block, address)`.
@@ -51,12 +51,12 @@ class Region:
     arguments: str
 
 
-Recorded: TypeAlias = tuple[int, bytes] | Callable[[], None]
-"""One step of a program: a region's machine code and argument block, or a call of Python."""
+CapturedCall: TypeAlias = tuple[int, bytes] | Callable[[], None]
+"""One step of a captured graph: a kernel's machine code and argument block, or a call of Python."""
 
 
-class Team:
-    """Compiles regions and runs them on torch's threads. Safe to use from several threads."""
+class ThreadPool:
+    """Compiles kernels and runs them on torch's threads. Safe to use from several threads."""
 
     def __init__(self, num_threads: int, code_folder: Path | None = None) -> None:
         """code_folder: keeps machine code for the next process; None: where numba would."""
@@ -67,44 +67,46 @@ class Team:
         self._address = -(-ctypes.addressof(self._block) // 64) * 64
         self._start = self._address - ctypes.addressof(self._block)
         self._lock = threading.Lock()
-        self._compiled: dict[tuple[Region, torch.dtype], _Compiled] = {}
-        self.recorded: list[Recorded] | None = None
-        """Where `run` writes machine code and argument block of each region, if anywhere."""
+        self._compiled: dict[tuple[ParallelKernel, torch.dtype], _Compiled] = {}
+        self.captured: list[CapturedCall] | None = None
+        """Where `run` writes machine code and argument block of each kernel, if anywhere."""
 
     def compile(
         self,
-        regions: Sequence[tuple[Region, torch.dtype]],
+        kernels: Sequence[tuple[ParallelKernel, torch.dtype]],
         progress: Callable[[int, int], None],
     ) -> None:
-        """Compile regions, or load them from numba's cache; tell how many are done, and of all."""
-        for index, (region, dtype) in enumerate(regions):
-            progress(index, len(regions))
-            self._get(region, dtype)
-        progress(len(regions), len(regions))
+        """Compile kernels, or load them from numba's cache; tell how many are done, and of all."""
+        for index, (kernel, dtype) in enumerate(kernels):
+            progress(index, len(kernels))
+            self._get(kernel, dtype)
+        progress(len(kernels), len(kernels))
 
-    def run(self, region: Region, dtype: torch.dtype, num_items: int, *arguments: Any) -> None:
-        """Call a region on as many threads as there are items, at the most all of the team."""
-        compiled = self._compiled.get((region, dtype)) or self._get(region, dtype)
+    def run(
+        self, kernel: ParallelKernel, dtype: torch.dtype, num_items: int, *arguments: Any
+    ) -> None:
+        """Call a kernel on as many threads as there are items, at the most all of the pool."""
+        compiled = self._compiled.get((kernel, dtype)) or self._get(kernel, dtype)
         num_threads = min(num_items, self.num_threads)
         with self._lock:
             compiled.layout.pack_into(self._block, self._start, *arguments)
-            if self.recorded is not None:
-                self.recorded.append((compiled.address, compiled.layout.pack(*arguments)))
+            if self.captured is not None:
+                self.captured.append((compiled.address, compiled.layout.pack(*arguments)))
             if num_threads <= 1:
                 compiled.call(self._address)
             else:
                 self._fork(compiled.address, self._address, num_threads, 0)
 
-    def _get(self, region: Region, dtype: torch.dtype) -> _Compiled:
-        compiled = self._compiled.get((region, dtype))
+    def _get(self, kernel: ParallelKernel, dtype: torch.dtype) -> _Compiled:
+        compiled = self._compiled.get((kernel, dtype))
         if compiled is None:
-            compiled = _compile_once(region, dtype, self._code_folder)
-            self._compiled[region, dtype] = compiled
+            compiled = _compile_once(kernel, dtype, self._code_folder)
+            self._compiled[kernel, dtype] = compiled
         return compiled
 
 
-class _RegionFunction(CFunc):
-    """A C callback of a region, kept by `CompileCache`."""
+class _KernelFunction(CFunc):
+    """A C callback of a kernel, kept by `CompileCache`."""
 
     def keep_in(self, folder: Path | None) -> None:
         self._cache = CompileCache(self.__wrapped__, folder)
@@ -116,34 +118,38 @@ class _RegionFunction(CFunc):
 
 
 class _Compiled:
-    """A region's machine code for one model dtype, and the layout of its argument block."""
+    """A kernel's machine code for one model dtype, and the layout of its argument block."""
 
-    def __init__(self, region: Region, dtype: torch.dtype, code_folder: Path | None) -> None:
-        self.function = _new_function(region, dtype)  # owns the machine code
+    def __init__(
+        self, kernel: ParallelKernel, dtype: torch.dtype, code_folder: Path | None
+    ) -> None:
+        self.function = _new_function(kernel, dtype)  # owns the machine code
         self.function.keep_in(code_folder)
         self.function.compile()
         assert self.function.address is not None
         self.address: int = self.function.address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
-        self.layout = struct.Struct(f"={8 * HEADER}x{region.arguments}")
+        self.layout = struct.Struct(f"={8 * HEADER}x{kernel.arguments}")
 
 
 @functools.cache
-def _compile_once(region: Region, dtype: torch.dtype, code_folder: Path | None) -> _Compiled:
-    return _Compiled(region, dtype, code_folder)
+def _compile_once(
+    kernel: ParallelKernel, dtype: torch.dtype, code_folder: Path | None
+) -> _Compiled:
+    return _Compiled(kernel, dtype, code_folder)
 
 
-def compile_afresh(region: Region, dtype: torch.dtype) -> _RegionFunction:
-    """Compile a region for a model dtype, whatever any cache holds."""
-    function = _new_function(region, dtype)
+def compile_afresh(kernel: ParallelKernel, dtype: torch.dtype) -> _KernelFunction:
+    """Compile a kernel for a model dtype, whatever any cache holds."""
+    function = _new_function(kernel, dtype)
     function.compile()
     return function
 
 
-def _new_function(region: Region, dtype: torch.dtype) -> _RegionFunction:
+def _new_function(kernel: ParallelKernel, dtype: torch.dtype) -> _KernelFunction:
     pointer = simd.BF16_POINTER if dtype == torch.bfloat16 else simd.F32_POINTER
     options = {"error_model": "numpy", "fastmath": {"contract"}}
-    return _RegionFunction(region.body, ((pointer,), types.void), {}, options)
+    return _KernelFunction(kernel.body, ((pointer,), types.void), {}, options)
 
 
 def _find_openmp() -> tuple[Any, int]:
@@ -162,7 +168,7 @@ def _find_openmp() -> tuple[Any, int]:
     return None, 0
 
 
-# -- inside a region -------------------------------------------------------------------------------
+# -- inside a kernel -------------------------------------------------------------------------------
 
 
 def _argument_code(kind: Any) -> Callable[..., Any]:
@@ -175,13 +181,13 @@ def _argument_code(kind: Any) -> Callable[..., Any]:
 
 @intrinsic
 def argument(typingctx, block, index):
-    """Return the int64 argument at `index` of a region's block."""
+    """Return the int64 argument at `index` of a kernel's block."""
     return types.int64(block, types.int64), _argument_code(ir.IntType(64))
 
 
 @intrinsic
 def argument_f64(typingctx, block, index):
-    """Return the f64 argument at `index` of a region's block."""
+    """Return the f64 argument at `index` of a kernel's block."""
     return types.float64(block, types.int64), _argument_code(ir.DoubleType())
 
 
@@ -209,8 +215,8 @@ def _load_acquire(typingctx, block, index):
 
 
 @intrinsic
-def call_region(typingctx, code, block):
-    """Call the machine code of a region at an address with the argument block at another."""
+def call_kernel(typingctx, code, block):
+    """Call the machine code of a kernel at an address with the argument block at another."""
 
     def codegen(context, builder, signature, args):
         byte = ir.IntType(8).as_pointer()

@@ -1,10 +1,10 @@
-"""Programs: the regions of a whole forward pass, recorded once and run again without Python.
+"""Captured graphs: the kernels of a whole forward pass, captured once and replayed without Python.
 
-A region started from Python costs 10 us, and three times as much once a step's weights have swept
+A kernel started from Python costs 10 us, and three times as much once a step's weights have swept
 the interpreter out of the caches; a decode step has two hundred of them. Addresses, shapes and
-weights are the same from step to step, so they are kept: running a program costs about 1 us per
-region. (CUDA graphs are the same idea.) What other ranks have a part in cannot be recorded: there
-a program calls Python, which reads and writes memory that stays where it is.
+weights are the same from step to step, so they are kept: replaying costs about 1 us per kernel.
+(CUDA graphs are the same idea.) What other ranks have a part in cannot be captured: there a graph
+calls Python, which reads and writes memory that stays where it is.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whalepod.kernels.cpu.regions import (
+from whalepod.kernels.cpu.simd import i64_pointer, load, store
+from whalepod.kernels.cpu.thread_pool import (
     BLOCK_BYTES,
     HEADER,
-    Recorded,
-    Region,
-    Team,
+    CapturedCall,
+    ParallelKernel,
+    ThreadPool,
     argument,
     call_for_count,
-    call_region,
+    call_kernel,
     finish,
     take,
     wait_patiently,
 )
-from whalepod.kernels.cpu.simd import i64_pointer, load, store
 
-MAX_PROGRAMS = 256
+MAX_GRAPHS = 256
 MAX_REMEMBERED = 1024
 """Shapes of steps are many: a batch that drains, times the drafts of each step."""
 SMALLEST_PIECE_BYTES = 4096
 
 
-def _program_region(block):
-    """Run regions in turn, each when all threads have left the one before.
+def _replay_kernel(block):
+    """Run kernels in turn, each when all threads have left the one before.
 
-    Arguments: regions, table of (machine code, argument block) addresses, address of
+    Arguments: kernels, table of (machine code, argument block) addresses, address of
     `omp_get_num_threads` (0: there is one thread).
     """
-    num_regions, table = argument(block, 0), i64_pointer(argument(block, 1))
+    num_kernels, table = argument(block, 0), i64_pointer(argument(block, 1))
     num_threads = call_for_count(argument(block, 2)) if argument(block, 2) else 1
     thread = take(block, 0)
-    for i in range(num_regions):
-        call_region(load(table, 2 * i), load(table, 2 * i + 1))
+    for i in range(num_kernels):
+        call_kernel(load(table, 2 * i), load(table, 2 * i + 1))
         finish(block, 1)
         wait_patiently(block, 1, (i + 1) * num_threads)
-        if thread == 0:  # nobody looks at it until the program runs again
+        if thread == 0:  # no thread looks at it until the graph runs again
             header = i64_pointer(load(table, 2 * i + 1))
             for counter in range(HEADER):
                 store(header, counter, 0)
 
 
-PROGRAM = Region(_program_region, "3q")
+REPLAY = ParallelKernel(_replay_kernel, "3q")
 
 
-class _Regions:
-    """Recorded regions that follow one another."""
+class _KernelRun:
+    """Captured kernels that follow one another."""
 
     def __init__(self, calls: Sequence[tuple[int, bytes]]) -> None:
         memory = np.zeros((len(calls) + 1) * BLOCK_BYTES, dtype=np.uint8)
@@ -76,46 +76,48 @@ class _Regions:
             self._table[i] = code, memory.ctypes.data + start
         self._address = self._table.ctypes.data
 
-    def run(self, team: Team, dtype: torch.dtype) -> None:
-        team.run(
-            PROGRAM, dtype, team.num_threads, len(self._table), self._address,
-            team.count_threads_address,
+    def run(self, pool: ThreadPool, dtype: torch.dtype) -> None:
+        pool.run(
+            REPLAY, dtype, pool.num_threads, len(self._table), self._address,
+            pool.count_threads_address,
         )  # fmt: skip
 
 
-class Program:
-    """Recorded regions, the calls of Python between them, what they work on, and what comes out."""
+class CapturedGraph:
+    """Captured kernels, eager calls of Python between them, what they work on, and the result."""
 
-    def __init__(self, steps: Sequence[Recorded], kept: Sequence[object], result: Tensor) -> None:
+    def __init__(
+        self, steps: Sequence[CapturedCall], kept: Sequence[object], result: Tensor
+    ) -> None:
         self.result = result
         self._kept = kept
-        self._parts: list[_Regions | Callable[[], None]] = []
-        regions: list[tuple[int, bytes]] = []
+        self._parts: list[_KernelRun | Callable[[], None]] = []
+        kernels: list[tuple[int, bytes]] = []
         for step in [*steps, None]:
             if isinstance(step, tuple):
-                regions.append(step)
+                kernels.append(step)
                 continue
-            if regions:
-                self._parts.append(_Regions(regions))
-                regions = []
+            if kernels:
+                self._parts.append(_KernelRun(kernels))
+                kernels = []
             if step is not None:
                 self._parts.append(step)
 
-    def run(self, team: Team, dtype: torch.dtype) -> Tensor:
+    def run(self, pool: ThreadPool, dtype: torch.dtype) -> Tensor:
         """Compute the result again; the caller copies what must outlive the next run."""
         for part in self._parts:
-            if isinstance(part, _Regions):
-                part.run(team, dtype)
+            if isinstance(part, _KernelRun):
+                part.run(pool, dtype)
             else:
                 part()
         return self.result
 
 
 class Arena:
-    """The memory between the regions of programs: what nobody holds any more is given out again.
+    """The memory between the kernels of graphs: what nothing holds any more is given out again.
 
-    A region that is repeated finds its memory as it was when it was recorded, because all regions
-    before it are repeated, too. So one arena serves all programs: one runs at a time.
+    A kernel that is replayed finds its memory as it was when it was captured, because all kernels
+    before it are replayed, too. So one arena serves all graphs: one runs at a time.
     """
 
     def __init__(self) -> None:
@@ -146,18 +148,18 @@ def _count_holders(pieces: list[NDArray[np.uint8]], index: int) -> int:
 _ONLY_THE_LIST = _count_holders([np.empty(1, dtype=np.uint8)], 0)
 
 
-class Programs:
-    """The programs of one backend, by key; those unused for longest make room for new ones."""
+class CapturedGraphs:
+    """The graphs of one backend, by key; those unused for longest make room for new ones."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
+        self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._kept: list[object] | None = None
         self._arena = Arena()
 
     @property
-    def is_recording(self) -> bool:
+    def is_capturing(self) -> bool:
         return self._kept is not None
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -167,52 +169,52 @@ class Programs:
         return self._arena.new(shape, dtype)
 
     def keep(self, memory: object) -> None:
-        """Keep what a region that is being recorded works on."""
+        """Keep what a kernel that is being captured works on."""
         if self._kept is not None:
             self._kept.append(memory)
 
-    def outside(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
-        """Compute something that is no region; a program that is recorded calls it each time."""
-        kept, recorded = self._kept, self._team.recorded
-        if kept is None or recorded is None:
+    def eager(self, compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+        """Compute something that is no kernel; a graph that is captured calls it each time."""
+        kept, captured = self._kept, self._pool.captured
+        if kept is None or captured is None:
             return compute()
         result = self.new(like.shape, like.dtype)
 
         def call() -> None:
             result.copy_(compute())
 
-        self._kept = self._team.recorded = None
+        self._kept = self._pool.captured = None
         try:
             call()
         finally:
-            self._kept, self._team.recorded = kept, recorded
-        recorded.append(call)
+            self._kept, self._pool.captured = kept, captured
+        captured.append(call)
         return result
 
     def run(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
-        """Run the program of a key; record it when the key comes for the second time."""
-        if self.is_recording:  # a part of what is recorded; its own program would use its memory
+        """Run the graph of a key; capture it when the key comes for the second time."""
+        if self.is_capturing:  # a part of what is captured; its own graph would use its memory
             return compute()
-        program = self._programs.get(key)
-        if program is not None:
-            self._programs.move_to_end(key)
-            return program.run(self._team, dtype).clone()
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            return graph.run(self._pool, dtype).clone()
         if key not in self._seen:
             self._seen[key] = None
             if len(self._seen) > MAX_REMEMBERED:
                 self._seen.popitem(last=False)
             return compute()
         del self._seen[key]
-        return self._record(key, compute)
+        return self._capture(key, compute)
 
-    def _record(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        recorded: list[Recorded] = []
-        self._kept, self._team.recorded = [compute, self._arena], recorded
+    def _capture(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        captured: list[CapturedCall] = []
+        self._kept, self._pool.captured = [compute, self._arena], captured
         try:
             result = compute()
-            self._programs[key] = Program(recorded, self._kept, result)
+            self._graphs[key] = CapturedGraph(captured, self._kept, result)
         finally:
-            self._kept = self._team.recorded = None
-        if len(self._programs) > MAX_PROGRAMS:
-            self._programs.popitem(last=False)
+            self._kept = self._pool.captured = None
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
         return result.clone()

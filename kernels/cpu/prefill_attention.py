@@ -18,7 +18,6 @@ from whalepod.kernels.cpu.attention_tiles import (
     pack_queries,
     write_pairs,
 )
-from whalepod.kernels.cpu.regions import Region, argument, argument_f64, finish, take, wait_for
 from whalepod.kernels.cpu.simd import (
     advance,
     f32_pointer,
@@ -27,6 +26,14 @@ from whalepod.kernels.cpu.simd import (
     load,
     pointer_like,
     store,
+)
+from whalepod.kernels.cpu.thread_pool import (
+    ParallelKernel,
+    argument,
+    argument_f64,
+    finish,
+    take,
+    wait_for,
 )
 from whalepod.kernels.cpu.tiles import end_tiles, has_tiles, start_tiles
 from whalepod.kernels.interface import BLOCK_TOKENS
@@ -45,7 +52,7 @@ def scratch_bytes(width: int, value_width: int) -> int:
     return _TILES + _SCORES + 2 * LANES * width + 4 * LANES * value_width + _HEAD_BYTES
 
 
-def _expanded_region(block):
+def _expanded_kernel(block):
     """Arguments: T, S, N, D, E, q [T, N, D], k [S, N, D], v [S, N, E], out [T, N, E]; scratch: keys
     [N, pages, 64, D], values [N, pages, 64, E], memory of each thread and its bytes; softmax scale.
     """
@@ -113,4 +120,4 @@ def _expanded_region(block):
             )
 
 
-EXPANDED = Region(_expanded_region, "13qd")
+PREFILL_ATTENTION = ParallelKernel(_expanded_kernel, "13qd")
