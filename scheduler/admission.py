@@ -9,7 +9,7 @@ from whalepod.scheduler.request import Sequence
 
 
 @dataclass(slots=True, kw_only=True)
-class Reuse:
+class PrefixHit:
     """Blocks to share, and a block whose first rows are to be copied.
 
     `path` holds the tree nodes of the leading `block_ids` (of all of them, with a cache).
@@ -17,7 +17,7 @@ class Reuse:
 
     block_ids: list[int] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)
-    publishes: bool = True
+    is_shared: bool = True
     copy_source: int | None = None
     num_copied_tokens: int = 0
 
@@ -44,23 +44,23 @@ def count_shared_blocks(sequence: Sequence, tree: PrefixTree, *, has_cache: bool
     return sequence.shared_blocks_at[1]
 
 
-def find_reuse(sequence: Sequence, tree: PrefixTree, *, has_cache: bool) -> Reuse:
+def find_prefix(sequence: Sequence, tree: PrefixTree, *, has_cache: bool) -> PrefixHit:
     """Look up which leading tokens of a sequence need no computing."""
     sibling = _sibling_to_fork(sequence)
     if sibling is not None:
         return _fork(sequence, sibling, tree.block_tokens)
     if not has_cache:
-        return Reuse(publishes=False)
+        return PrefixHit(is_shared=False)
     path = _match(sequence, tree)
     start = len(path) * tree.block_tokens
     stop = min(start + tree.block_tokens, sequence.max_reused_tokens)
     parent = path[-1] if path else tree.root(sequence.request.cache_salt)
     node, num_tokens = tree.match_partly(parent, sequence.token_ids[start:stop])
-    reuse = Reuse(block_ids=[node.block_id for node in path], path=path)
+    hit = PrefixHit(block_ids=[node.block_id for node in path], path=path)
     # a copy of very few rows costs more than to compute them
     if node is not None and num_tokens >= max(1, tree.block_tokens // 8):
-        reuse.copy_source, reuse.num_copied_tokens = node.block_id, num_tokens
-    return reuse
+        hit.copy_source, hit.num_copied_tokens = node.block_id, num_tokens
+    return hit
 
 
 def _match(sequence: Sequence, tree: PrefixTree) -> list[Node]:
@@ -87,12 +87,12 @@ def _sibling_to_fork(sequence: Sequence) -> Sequence | None:
     return _sibling_with_prompt(sequence)
 
 
-def _fork(sequence: Sequence, sibling: Sequence, block_tokens: int) -> Reuse:
+def _fork(sequence: Sequence, sibling: Sequence, block_tokens: int) -> PrefixHit:
     num_blocks, num_copied_tokens = divmod(sequence.max_reused_tokens, block_tokens)
-    return Reuse(
+    return PrefixHit(
         block_ids=sibling.block_ids[:num_blocks],
         path=sibling.path[:num_blocks],
-        publishes=sibling.publishes,
+        is_shared=sibling.is_shared,
         copy_source=sibling.block_ids[num_blocks] if num_copied_tokens else None,
         num_copied_tokens=num_copied_tokens,
     )

@@ -85,7 +85,7 @@ class BlockPool:
         node.last_used = self._clock
         self._offer(node)
 
-    def publish(
+    def cache(
         self, parent: Node, token_ids: tuple[int, ...], key: bytes, block_id: int
     ) -> Node | None:
         """Let others share a full block; returns its node, or None when the hash is taken.
@@ -105,7 +105,7 @@ class BlockPool:
             return existing
         return self._insert(parent, token_ids, key, block_id)
 
-    def publish_partly(self, parent: Node, token_ids: tuple[int, ...], block_id: int) -> None:
+    def cache_partly(self, parent: Node, token_ids: tuple[int, ...], block_id: int) -> None:
         """Let others copy the first rows of a block that its owner is about to release."""
         _, num_covered = self.tree.match_partly(parent, token_ids)
         if num_covered < len(token_ids):
@@ -113,7 +113,7 @@ class BlockPool:
 
     def _insert(self, parent: Node, token_ids: tuple[int, ...], key: bytes, block_id: int) -> Node:
         assert self._nodes[block_id] is None, f"block {block_id} has a text already"
-        assert self._refs[block_id] > 0, f"block {block_id} has no owner to publish it"
+        assert self._refs[block_id] > 0, f"block {block_id} has no owner to cache it"
         node = self.tree.insert(parent, token_ids, key, block_id)
         self._nodes[block_id] = node
         leaf = self.tree.covered_leaf(node)

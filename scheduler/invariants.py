@@ -75,5 +75,5 @@ def _check_running(sequence: Sequence, block_tokens: int) -> None:
     head = sequence.block_ids[: len(path)]
     assert path == head, f"shared blocks are {path}, the sequence holds {head}"
     num_full = num_computed // block_tokens
-    if sequence.publishes:
+    if sequence.is_shared:
         assert len(path) == num_full, f"{len(path)} of {num_full} full blocks are shared"

@@ -6,15 +6,15 @@ from bisect import insort
 from operator import attrgetter
 
 from whalepod.scheduler.admission import (
-    Reuse,
+    PrefixHit,
     count_shared_blocks,
-    find_reuse,
+    find_prefix,
     may_start,
 )
 from whalepod.scheduler.config import SchedulerConfig
+from whalepod.scheduler.kv_cache_manager import KVCacheManager
 from whalepod.scheduler.plan import Row
 from whalepod.scheduler.request import Sequence, Status
-from whalepod.scheduler.residency import Residency
 from whalepod.scheduler.waiting import WaitingQueue
 
 # Blocks that an admission leaves free, so that decoding sequences can grow for a while.
@@ -22,7 +22,7 @@ SEQUENCES_PER_SPARE_BLOCK = 8
 _ORDER = attrgetter("order")
 
 
-class Share:
+class ScheduledSequence:
     """What one sequence gets of a step: pending tokens, and drafts behind them."""
 
     __slots__ = ("num_drafts", "num_tokens", "sequence")
@@ -39,36 +39,36 @@ class Share:
         return sequence.num_computed + self.num_tokens == len(sequence.token_ids)
 
 
-class Sketch:
-    """A plan in the making: shares by sequence, and what is left of the token budget."""
+class ScheduleBuilder:
+    """A plan in the making: what each sequence gets, and what is left of the token budget."""
 
-    __slots__ = ("admitted", "budget", "preempted", "shares")
+    __slots__ = ("admitted", "budget", "preempted", "scheduled")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.shares: dict[int, Share] = {}
+        self.scheduled: dict[int, ScheduledSequence] = {}
         self.preempted: list[int] = []
         self.admitted: list[Sequence] = []
 
-    def add(self, share: Share) -> None:
-        self.shares[share.sequence.sequence_id] = share
-        self.budget -= share.num_tokens + share.num_drafts
+    def add(self, entry: ScheduledSequence) -> None:
+        self.scheduled[entry.sequence.sequence_id] = entry
+        self.budget -= entry.num_tokens + entry.num_drafts
 
-    def withdraw(self, sequence_id: int) -> None:
-        share = self.shares.pop(sequence_id, None)
-        if share is not None:
-            self.budget += share.num_tokens + share.num_drafts
+    def remove(self, sequence_id: int) -> None:
+        entry = self.scheduled.pop(sequence_id, None)
+        if entry is not None:
+            self.budget += entry.num_tokens + entry.num_drafts
 
 
 class Planner:
-    """Owns the order of running and waiting sequences; their blocks are the residency's."""
+    """Owns the order of running and waiting sequences; the cache manager gives them blocks."""
 
-    def __init__(self, config: SchedulerConfig, residency: Residency) -> None:
+    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
         self.running: list[Sequence] = []  # by priority, then age
         self.waiting = WaitingQueue(config.max_admission_skips)
         self._config = config
-        self._residency = residency
-        self._pool = residency.pool
+        self._kv_cache = kv_cache
+        self._pool = kv_cache.pool
 
     def count_tokens_at_most(self) -> int:
         """Return a bound on the tokens of the next plan, without making it.
@@ -95,28 +95,28 @@ class Planner:
             return True
         if len(self.running) >= self._config.max_num_seqs:
             return False
-        num_blocks = self._residency.num_blocks(len(sequence.token_ids))
+        num_blocks = self._kv_cache.num_blocks(len(sequence.token_ids))
         return num_blocks - self._count_shared_blocks(sequence) <= self._pool.num_available
 
-    def plan(self, max_tokens: int | None = None) -> Sketch:
+    def plan(self, max_tokens: int | None = None) -> ScheduleBuilder:
         """Spend one token budget: running sequences by priority and age, then admissions."""
         budget = self._config.max_num_batched_tokens
-        sketch = Sketch(budget if max_tokens is None else min(budget, max_tokens))
-        self._plan_running(sketch)
-        if not sketch.preempted:  # blocks are short: to admit now would only thrash
-            self._plan_admissions(sketch)
-        return sketch
+        builder = ScheduleBuilder(budget if max_tokens is None else min(budget, max_tokens))
+        self._plan_running(builder)
+        if not builder.preempted:  # blocks are short: to admit now would only thrash
+            self._plan_admissions(builder)
+        return builder
 
     def remove(self, sequence: Sequence, *, keep_text: bool) -> None:
-        """Take a sequence out of its queue or slot; `keep_text`: as Residency.leave."""
+        """Take a sequence out of its queue or slot; `keep_text`: as KVCacheManager.leave."""
         if sequence.status is Status.RUNNING:
-            self._residency.leave(sequence, keep_text=keep_text)
+            self._kv_cache.leave(sequence, keep_text=keep_text)
             self.running.remove(sequence)
             sequence.request.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
 
-    def _plan_running(self, sketch: Sketch) -> None:
+    def _plan_running(self, builder: ScheduleBuilder) -> None:
         num_reserved = 0
         for sequence in self.running:
             if len(sequence.token_ids) - sequence.num_computed == 1:
@@ -128,32 +128,32 @@ class Planner:
             num_pending = len(sequence.token_ids) - sequence.num_computed
             if num_pending == 1:
                 num_reserved -= 1
-            budget = sketch.budget - num_reserved
-            if budget > 0 and self._grow(sequence, min(num_pending, budget), sketch):
-                sketch.add(_share(sequence, budget))
+            budget = builder.budget - num_reserved
+            if budget > 0 and self._grow(sequence, min(num_pending, budget), builder):
+                builder.add(_schedule(sequence, budget))
 
-    def rows(self, sketch: Sketch, num_drafts: int) -> tuple[Row, ...]:
-        """Turn shares into rows. Blocks for drafts come from what is left now that every share has
+    def rows(self, builder: ScheduleBuilder, num_drafts: int) -> tuple[Row, ...]:
+        """Turn entries into rows. Blocks for drafts come from what is left now that every entry has
         its own: drafts preempt nobody.
 
         num_drafts  most guesses that a row may be asked for
         """
-        shares = list(sketch.shares.values())
+        scheduled = list(builder.scheduled.values())
         # all of them must find a place in the budget of the next step
-        most = self._config.max_num_batched_tokens // max(len(shares), 1) - 1
+        most = self._config.max_num_batched_tokens // max(len(scheduled), 1) - 1
         num_drafts = min(num_drafts, most)
-        return tuple([self._row(share, num_drafts) for share in shares])
+        return tuple([self._row(entry, num_drafts) for entry in scheduled])
 
-    def _row(self, share: Share, num_drafts: int) -> Row:
-        sequence = share.sequence
+    def _row(self, entry: ScheduledSequence, num_drafts: int) -> Row:
+        sequence = entry.sequence
         start = sequence.num_computed
-        stop = start + share.num_tokens
+        stop = start + entry.num_tokens
         token_ids = tuple(sequence.token_ids[start:stop])
-        sample = share.is_last and sequence.samples
+        sample = entry.is_last and sequence.samples
         drafts: tuple[int, ...] = ()
-        if share.num_drafts:
-            num_fitting = self._stretch(sequence, stop + share.num_drafts) - stop
-            drafts = sequence.draft_token_ids[: min(share.num_drafts, num_fitting)]
+        if entry.num_drafts:
+            num_fitting = self._stretch(sequence, stop + entry.num_drafts) - stop
+            drafts = sequence.draft_token_ids[: min(entry.num_drafts, num_fitting)]
             stop += len(drafts)
         num_wanted = 0
         most = sequence.request.params.num_speculative_tokens
@@ -165,7 +165,7 @@ class Planner:
             sequence.sequence_id,
             token_ids + drafts,
             start,
-            self._residency.block_table(sequence),
+            self._kv_cache.block_table(sequence),
             sample,
             num_drafts=len(drafts),
             num_drafts_wanted=num_wanted,
@@ -173,95 +173,95 @@ class Planner:
 
     def _stretch(self, sequence: Sequence, num_tokens: int) -> int:
         """Extend a sequence as far as there are blocks; returns how many tokens have a place."""
-        self._residency.extend(sequence, num_tokens)
-        return len(sequence.block_ids) * self._residency.block_tokens
+        self._kv_cache.extend(sequence, num_tokens)
+        return len(sequence.block_ids) * self._kv_cache.block_tokens
 
-    def _grow(self, sequence: Sequence, num_tokens: int, sketch: Sketch) -> bool:
+    def _grow(self, sequence: Sequence, num_tokens: int, builder: ScheduleBuilder) -> bool:
         """Give a sequence the blocks for `num_tokens` more, preempting from the end of the order;
         False when it had to go itself."""
-        while not self._residency.extend(sequence, sequence.num_computed + num_tokens):
+        while not self._kv_cache.extend(sequence, sequence.num_computed + num_tokens):
             victim = self.running[-1]
-            self._preempt(victim, sketch)
+            self._preempt(victim, builder)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, victim: Sequence, sketch: Sketch) -> None:
+    def _preempt(self, victim: Sequence, builder: ScheduleBuilder) -> None:
         """Take slot and blocks of a running sequence; its text stays cached as long as it can."""
         self.remove(victim, keep_text=True)
         victim.was_preempted = True
         victim.status = Status.WAITING
         self.waiting.add(victim)
-        sketch.withdraw(victim.sequence_id)
-        sketch.preempted.append(victim.sequence_id)
+        builder.remove(victim.sequence_id)
+        builder.preempted.append(victim.sequence_id)
 
     # ---- admissions
 
-    def _plan_admissions(self, sketch: Sketch) -> None:
-        while self._may_admit(sketch):
+    def _plan_admissions(self, builder: ScheduleBuilder) -> None:
+        while self._may_admit(builder):
             sequence = self.waiting.choose(may_start, self._count_shared_blocks)
-            if sequence is None or sequence.sequence_id in sketch.preempted:
+            if sequence is None or sequence.sequence_id in builder.preempted:
                 return
-            if not self._has_slot(sequence, sketch):
+            if not self._has_slot(sequence, builder):
                 return
-            reuse = self._reserve(sequence, sketch)
-            if reuse is None:
+            hit = self._reserve(sequence, builder)
+            if hit is None:
                 return
-            if not self._has_budget(sequence, sketch):
-                self._residency.let_go(reuse)
+            if not self._has_budget(sequence, builder):
+                self._kv_cache.release(hit)
                 return
-            self._start(sequence, reuse)
-            sketch.admitted.append(sequence)
-            sketch.add(_share(sequence, sketch.budget))
+            self._start(sequence, hit)
+            builder.admitted.append(sequence)
+            builder.add(_schedule(sequence, builder.budget))
 
-    def _may_admit(self, sketch: Sketch) -> bool:
+    def _may_admit(self, builder: ScheduleBuilder) -> bool:
         """Rule out the common case cheaply: full, and nobody of lower priority to give way."""
         if not self.waiting:
             return False
-        if sketch.budget > 0 and len(self.running) < self._config.max_num_seqs:
+        if builder.budget > 0 and len(self.running) < self._config.max_num_seqs:
             return True
         return self.running[-1].request.priority > self.waiting.first_priority
 
     def _count_shared_blocks(self, sequence: Sequence) -> int:
         has_cache = self._config.enable_prefix_caching
-        return count_shared_blocks(sequence, self._residency.tree, has_cache=has_cache)
+        return count_shared_blocks(sequence, self._kv_cache.tree, has_cache=has_cache)
 
-    def _has_slot(self, sequence: Sequence, sketch: Sketch) -> bool:
+    def _has_slot(self, sequence: Sequence, builder: ScheduleBuilder) -> bool:
         """Find a free slot, or one of a sequence of strictly lower priority."""
         if len(self.running) < self._config.max_num_seqs:
             return True
         victim = self.running[-1]
         if victim.request.priority <= sequence.request.priority:
             return False
-        self._preempt(victim, sketch)
+        self._preempt(victim, builder)
         return True
 
-    def _has_budget(self, sequence: Sequence, sketch: Sketch) -> bool:
+    def _has_budget(self, sequence: Sequence, builder: ScheduleBuilder) -> bool:
         """Find unspent tokens, or those of a longer row of strictly lower priority, which then
         waits for a later step."""
         for other in reversed(self.running):
-            if sketch.budget > 0 or other.request.priority <= sequence.request.priority:
+            if builder.budget > 0 or other.request.priority <= sequence.request.priority:
                 break
-            share = sketch.shares.get(other.sequence_id)
-            if share is not None and share.num_tokens + share.num_drafts > 1:
-                sketch.withdraw(other.sequence_id)
-        return sketch.budget > 0
+            entry = builder.scheduled.get(other.sequence_id)
+            if entry is not None and entry.num_tokens + entry.num_drafts > 1:
+                builder.remove(other.sequence_id)
+        return builder.budget > 0
 
-    def _reserve(self, sequence: Sequence, sketch: Sketch) -> Reuse | None:
+    def _reserve(self, sequence: Sequence, builder: ScheduleBuilder) -> PrefixHit | None:
         """Hold what the cache has of a sequence, if there are blocks for the rest; else None."""
-        reuse = find_reuse(
-            sequence, self._residency.tree, has_cache=self._config.enable_prefix_caching
+        hit = find_prefix(
+            sequence, self._kv_cache.tree, has_cache=self._config.enable_prefix_caching
         )
-        self._residency.hold(reuse)
-        num_blocks = self._residency.num_blocks(len(sequence.token_ids)) - len(reuse.block_ids)
+        self._kv_cache.hold(hit)
+        num_blocks = self._kv_cache.num_blocks(len(sequence.token_ids)) - len(hit.block_ids)
         num_blocks += self._num_spare_blocks(sequence)
         if self._pool.num_available < num_blocks:
-            self._residency.drop_copy(reuse)
-        self._displace(sequence, num_blocks, sketch)
+            self._kv_cache.drop_copy(hit)
+        self._displace(sequence, num_blocks, builder)
         if self._pool.num_available < num_blocks:
-            self._residency.let_go(reuse)
+            self._kv_cache.release(hit)
             return None
-        return reuse
+        return hit
 
     def _num_spare_blocks(self, sequence: Sequence) -> int:
         """Leave some to running sequences that will not be displaced, or the next steps would
@@ -272,7 +272,7 @@ class Planner:
         if not self._config.reserve_output_tokens:
             return num_spare
         num_future = sum(self._count_future_blocks(peer) for peer in peers)
-        now = self._residency.num_blocks(len(sequence.token_ids))
+        now = self._kv_cache.num_blocks(len(sequence.token_ids))
         num_future += self._count_future_blocks(sequence) - (now if not sequence.block_ids else 0)
         return max(num_spare, num_future)
 
@@ -280,9 +280,9 @@ class Planner:
         """Return the blocks that a sequence does not hold yet and is likely to ask for."""
         reserved = sequence.num_prompt_tokens + self._config.reserve_output_tokens
         num_tokens = max(min(reserved, sequence.max_total_tokens), len(sequence.token_ids))
-        return max(self._residency.num_blocks(num_tokens) - len(sequence.block_ids), 0)
+        return max(self._kv_cache.num_blocks(num_tokens) - len(sequence.block_ids), 0)
 
-    def _displace(self, sequence: Sequence, num_blocks: int, sketch: Sketch) -> None:
+    def _displace(self, sequence: Sequence, num_blocks: int, builder: ScheduleBuilder) -> None:
         """Preempt sequences of strictly lower priority while blocks are short, if that helps."""
         priority = sequence.request.priority
         lower = [victim for victim in self.running if victim.request.priority > priority]
@@ -290,25 +290,25 @@ class Planner:
         if self._pool.num_available + num_held < num_blocks:
             return
         while lower and self._pool.num_available < num_blocks:
-            self._preempt(lower.pop(), sketch)
+            self._preempt(lower.pop(), builder)
 
-    def _start(self, sequence: Sequence, reuse: Reuse) -> None:
+    def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Give a sequence its slot and blocks."""
         self.waiting.note_admission(sequence)
         sequence.status = Status.RUNNING
         sequence.was_preempted = False
         sequence.num_skips = 0
-        self._residency.enter(sequence, reuse)
+        self._kv_cache.enter(sequence, hit)
         insort(self.running, sequence, key=_ORDER)
         sequence.request.running.append(sequence)
 
 
-def _share(sequence: Sequence, budget: int) -> Share:
+def _schedule(sequence: Sequence, budget: int) -> ScheduledSequence:
     """Take as many pending tokens as the budget allows, and drafts if the text ends with them."""
     num_tokens = min(len(sequence.token_ids) - sequence.num_computed, budget)
-    share = Share(sequence, num_tokens, 0)
-    if sequence.draft_token_ids and share.is_last:
+    entry = ScheduledSequence(sequence, num_tokens, 0)
+    if sequence.draft_token_ids and entry.is_last:
         num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
         num_drafts = min(len(sequence.draft_token_ids), budget - num_tokens, num_allowed)
-        share.num_drafts = max(num_drafts, 0)
-    return share
+        entry.num_drafts = max(num_drafts, 0)
+    return entry

@@ -71,6 +71,7 @@ class Sequence:
         "cancelled",
         "draft_token_ids",
         "index",
+        "is_shared",
         "max_total_tokens",
         "num_computed",
         "num_prompt_logprobs",
@@ -79,7 +80,6 @@ class Sequence:
         "order",
         "path",
         "pending_copy",
-        "publishes",
         "request",
         "sequence_id",
         "shared_blocks_at",
@@ -122,7 +122,7 @@ class Sequence:
         self.block_ids: list[int] = []
         self.block_table: tuple[int, ...] = ()
         self.path: list[Node] = []
-        self.publishes = True
+        self.is_shared = True
         self.pending_copy: BlockCopy | None = None
 
     @property
@@ -161,7 +161,7 @@ class Sequence:
         return self.index == 0 and self.request.params.prompt_logprobs is not None
 
 
-class Ending(NamedTuple):
+class FinishDecision(NamedTuple):
     """How much of a run of new tokens is kept, and why the sequence ends there, if it does."""
 
     num_kept: int
@@ -169,7 +169,7 @@ class Ending(NamedTuple):
     stop_token_id: int | None = None
 
 
-def find_ending(sequence: Sequence, token_ids: SequenceOf[int]) -> Ending:
+def decide_finish(sequence: Sequence, token_ids: SequenceOf[int]) -> FinishDecision:
     """Cut new tokens at the first that ends the sequence, judged one by one in order.
 
     A stop token ends it with "stop" (and is kept), the last allowed token with "length"; of both
@@ -183,7 +183,7 @@ def find_ending(sequence: Sequence, token_ids: SequenceOf[int]) -> Ending:
         num_kept += 1
         num_total += 1
         if token_id in stop_token_ids and num_total > num_total_to_stop:
-            return Ending(num_kept, "stop", token_id)
+            return FinishDecision(num_kept, "stop", token_id)
         if num_total >= max_total_tokens:
-            return Ending(num_kept, "length")
-    return Ending(num_kept)
+            return FinishDecision(num_kept, "length")
+    return FinishDecision(num_kept)

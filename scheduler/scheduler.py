@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from whalepod.scheduler.blocks import BlockPool
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.scheduler.door import max_total_tokens
 from whalepod.scheduler.errors import QueueFull
 from whalepod.scheduler.invariants import check_results, check_sequences, held_blocks
+from whalepod.scheduler.kv_cache_manager import KVCacheManager
+from whalepod.scheduler.limits import max_total_tokens
 from whalepod.scheduler.plan import Output, Plan, Row, RowResult, StepResult, TokenLogprob
-from whalepod.scheduler.planner import Planner, Sketch
+from whalepod.scheduler.planner import Planner, ScheduleBuilder
 from whalepod.scheduler.prefix import PrefixTree
-from whalepod.scheduler.request import Ending, Request, Sequence, Status, find_ending
-from whalepod.scheduler.residency import Residency
+from whalepod.scheduler.request import FinishDecision, Request, Sequence, Status, decide_finish
 from whalepod.scheduler.stats import Counters, SchedulerStats
 
 
@@ -47,8 +47,8 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.tree = PrefixTree(block_tokens=block_tokens, seed=prefix_seed)
         self.pool = BlockPool(num_blocks, self.tree)
-        self._residency = Residency(self.pool, self.tree, num_lookback_tokens)
-        self._planner = Planner(config, self._residency)
+        self._kv_cache = KVCacheManager(self.pool, self.tree, num_lookback_tokens)
+        self._planner = Planner(config, self._kv_cache)
         self._requests: dict[str, Request] = {}
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: Plan | None = None
@@ -170,18 +170,18 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.step} is in flight: finish it first")
-        sketch = self._planner.plan(max_tokens)
-        self._unreported_preemptions += sketch.preempted
-        self._counters.num_preemptions += len(sketch.preempted)
-        for sequence in sketch.admitted:
+        builder = self._planner.plan(max_tokens)
+        self._unreported_preemptions += builder.preempted
+        self._counters.num_preemptions += len(builder.preempted)
+        for sequence in builder.admitted:
             self._count_admission(sequence)
-        if sketch.shares:
-            self._in_flight = self._seal(sketch, num_drafts)
+        if builder.scheduled:
+            self._in_flight = self._seal(builder, num_drafts)
         return self._in_flight
 
-    def _seal(self, sketch: Sketch, num_drafts: int) -> Plan:
-        rows = self._planner.rows(sketch, num_drafts)
-        pending = [share.sequence.pending_copy for share in sketch.shares.values()]
+    def _seal(self, builder: ScheduleBuilder, num_drafts: int) -> Plan:
+        rows = self._planner.rows(builder, num_drafts)
+        pending = [entry.sequence.pending_copy for entry in builder.scheduled.values()]
         self._counters.num_steps += 1
         return Plan(
             step=self._counters.num_steps,
@@ -246,14 +246,14 @@ class Scheduler:
             self._fail(sequence.request, result.error, outputs)
             return
         if sequence.pending_copy is not None:
-            self._residency.note_copied(sequence)
-        ending = find_ending(sequence, result.token_ids)
-        self._accept(sequence, row, result, ending.num_kept)
-        output = self._output(sequence, row, result, ending)
+            self._kv_cache.note_copied(sequence)
+        decision = decide_finish(sequence, result.token_ids)
+        self._accept(sequence, row, result, decision.num_kept)
+        output = self._output(sequence, row, result, decision)
         if output.finish_reason is not None:
             self._end(sequence)
         elif row.num_drafts or row.num_drafts_wanted:
-            self._residency.trim(sequence)
+            self._kv_cache.trim(sequence)
         gained = output.token_ids or output.prompt_logprobs or output.finish_reason
         if gained and not sequence.cancelled:
             outputs.append(output)
@@ -272,10 +272,12 @@ class Scheduler:
         if row.num_drafts:
             self._counters.note_drafts(row.num_drafts, min(len(result.token_ids) - 1, num_kept))
         if num_computed >= (len(sequence.path) + 1) * self.block_tokens:
-            self._residency.publish(sequence)
+            self._kv_cache.cache(sequence)
 
-    def _output(self, sequence: Sequence, row: Row, result: RowResult, ending: Ending) -> Output:
-        num_kept, finish_reason, stop_token_id = ending
+    def _output(
+        self, sequence: Sequence, row: Row, result: RowResult, decision: FinishDecision
+    ) -> Output:
+        num_kept, finish_reason, stop_token_id = decision
         if finish_reason is None and len(sequence.token_ids) == sequence.num_computed:
             finish_reason = "length"  # the prompt is computed, and no token was asked for
         prompt_logprobs: tuple[TokenLogprob, ...] = ()

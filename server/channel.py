@@ -16,8 +16,7 @@ from typing import Self
 import zmq
 
 from whalepod.server.codec import Encoder, decode, encode
-from whalepod.server.errors import EngineLost, RequestRejected, RequestWithdrawn
-from whalepod.server.mailbox import Mailbox
+from whalepod.server.errors import EngineLost, RequestRecalled, RequestRejected
 from whalepod.server.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -26,6 +25,8 @@ from whalepod.server.messages import (
     MessageError,
     Ping,
     Pong,
+    Recall,
+    Recalled,
     Rejected,
     ResetPrefixCache,
     SequenceOutput,
@@ -35,9 +36,8 @@ from whalepod.server.messages import (
     Submit,
     ToEngine,
     ToGateway,
-    Withdraw,
-    Withdrawn,
 )
+from whalepod.server.output_queue import OutputQueue
 
 MAX_QUEUED_MESSAGES = 1024
 """High-water mark of each direction: past it a sender waits for its peer."""
@@ -128,14 +128,14 @@ def _decode_or_none(frame: bytes) -> ToEngine | None:
     except MessageError as error:
         logger.error("dropped a frame of the gateway: %s", error)
         return None
-    if isinstance(message, Submit | Abort | Withdraw | Ping | ResetPrefixCache | Shutdown):
+    if isinstance(message, Submit | Abort | Recall | Ping | ResetPrefixCache | Shutdown):
         return message
     logger.error("dropped a %s: the gateway does not send these", type(message).__name__)
     return None
 
 
 class EngineChannel:
-    """The gateway's end: an `Upstream`. Use as `async with`, in the event loop that serves.
+    """The gateway's end: an `EngineClient`. Use as `async with`, in the event loop that serves.
 
     `socket` is bound and its engine has sent `info`; the channel closes it at the end.
     `exit_reason` says why the engine's process ended, or None while it lives.
@@ -152,7 +152,7 @@ class EngineChannel:
         self._exit_reason = exit_reason
         self._stats = Stats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
         self._failure: str | None = None
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._queues: dict[str, OutputQueue] = {}
         self._pings: dict[int, asyncio.Future[Stats]] = {}
         self._last_nonce = 0
         self._outbox: deque[bytes] = deque()  # two a live request, at most
@@ -213,34 +213,34 @@ class EngineChannel:
         """
         self._check_well()
         request_id = request.request_id
-        if request_id in self._mailboxes:
+        if request_id in self._queues:
             raise ValueError(f"request id {request_id!r} is in use already")
-        if len(self._mailboxes) >= MAX_LIVE_REQUESTS:
+        if len(self._queues) >= MAX_LIVE_REQUESTS:
             raise RequestRejected(
                 "queue_full", f"{MAX_LIVE_REQUESTS} requests are live: retry later"
             )
         frame = encode(request)
-        mailbox = self._mailboxes[request_id] = Mailbox(request.num_sequences)
+        queue = self._queues[request_id] = OutputQueue(request.num_sequences)
         self._post(frame)
         try:
-            while mailbox.live:
-                yield await mailbox.get()
+            while queue.live:
+                yield await queue.get()
         finally:
-            del self._mailboxes[request_id]
-            if mailbox.live and not mailbox.has_failed:
+            del self._queues[request_id]
+            if queue.live and not queue.has_failed:
                 self._send(Abort(request_id=request_id))
 
     def abort_answer(self, request_id: str, index: int) -> None:
         """End one answer of a live request; nothing more of it is yielded."""
-        mailbox = self._mailboxes.get(request_id)
-        if mailbox is not None and mailbox.let_go(index) and not mailbox.has_failed:
+        queue = self._queues.get(request_id)
+        if queue is not None and queue.drop(index) and not queue.has_failed:
             self._send(Abort(request_id=request_id, index=index))
 
-    def withdraw(self, request_id: str) -> None:
-        """Ask for a request back that may not have begun: its reader raises RequestWithdrawn if
+    def recall(self, request_id: str) -> None:
+        """Ask for a request back that may not have begun: its reader raises RequestRecalled if
         so, and hears nothing otherwise."""
-        if request_id in self._mailboxes and self._failure is None:
-            self._send(Withdraw(request_id=request_id))
+        if request_id in self._queues and self._failure is None:
+            self._send(Recall(request_id=request_id))
 
     async def ping(self, timeout_s: float) -> Stats:
         """Return fresh counters from the engine loop itself; EngineLost after `timeout_s`."""
@@ -321,19 +321,19 @@ class EngineChannel:
             case StepOutputs():
                 self._stats = message.stats or self._stats
                 for output in message.outputs:
-                    if (mailbox := self._mailboxes.get(output.request_id)) is not None:
-                        mailbox.put(output)
+                    if (queue := self._queues.get(output.request_id)) is not None:
+                        queue.put(output)
             case Pong():
                 self._stats = message.stats
                 pong = self._pings.get(message.nonce)
                 if pong is not None and not pong.done():
                     pong.set_result(message.stats)
             case Rejected():
-                if (mailbox := self._mailboxes.get(message.request_id)) is not None:
-                    mailbox.fail(RequestRejected(message.code, message.message))
-            case Withdrawn():
-                if (mailbox := self._mailboxes.get(message.request_id)) is not None:
-                    mailbox.fail(RequestWithdrawn(message.request_id))
+                if (queue := self._queues.get(message.request_id)) is not None:
+                    queue.fail(RequestRejected(message.code, message.message))
+            case Recalled():
+                if (queue := self._queues.get(message.request_id)) is not None:
+                    queue.fail(RequestRecalled(message.request_id))
             case EngineFailed():
                 self._fail(message.message)
             case _:
@@ -346,9 +346,9 @@ class EngineChannel:
         if is_fault:  # clients are not told
             logger.error("the engine is lost: %s", reason)
         self._failure = reason
-        for mailbox in self._mailboxes.values():
-            if not mailbox.has_failed:
-                mailbox.fail(EngineLost(reason))
+        for queue in self._queues.values():
+            if not queue.has_failed:
+                queue.fail(EngineLost(reason))
         for pong in self._pings.values():
             if not pong.done():
                 pong.set_exception(EngineLost(reason))

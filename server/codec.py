@@ -26,6 +26,8 @@ from whalepod.server.messages import (
     MessageError,
     Ping,
     Pong,
+    Recall,
+    Recalled,
     Rejected,
     ResetPrefixCache,
     Shutdown,
@@ -33,8 +35,6 @@ from whalepod.server.messages import (
     Submit,
     ToEngine,
     ToGateway,
-    Withdraw,
-    Withdrawn,
 )
 
 T = TypeVar("T")
@@ -44,8 +44,8 @@ Shape = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ...]
 MESSAGE_TYPES: Mapping[str, type] = {
     cls.__name__: cls
     for cls in (
-        Submit, Abort, Withdraw, Ping, ResetPrefixCache, Shutdown,
-        EngineInfo, StepOutputs, Rejected, Withdrawn, Pong, EngineFailed,
+        Submit, Abort, Recall, Ping, ResetPrefixCache, Shutdown,
+        EngineInfo, StepOutputs, Rejected, Recalled, Pong, EngineFailed,
     )
 }  # fmt: skip
 _REQUIRED: Any = object()

@@ -84,7 +84,7 @@ class EngineSocket:
         self._info = self._first_message()
         return self._info
 
-    def last_words(self) -> str | None:
+    def startup_error(self) -> str | None:
         """Return why the engine could not start, if it has said so."""
         if not self._socket.poll(0):
             return None

@@ -19,7 +19,7 @@ class EngineLost(Exception):
     """The engine process died or stopped answering; live requests are lost, new ones get a 503."""
 
 
-class RequestWithdrawn(Exception):
+class RequestRecalled(Exception):
     """The engine gave a request back before it began: it may run elsewhere."""
 
 

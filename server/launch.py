@@ -112,9 +112,9 @@ class EngineProcess:
         code = self._process.poll() if self._process is not None else None
         return None if code is None else f"{self._name} process {describe_exit(code)}"
 
-    def last_words(self) -> str | None:
+    def startup_error(self) -> str | None:
         """Return why the engine could not start, if it has said so."""
-        return self._socket.last_words()
+        return self._socket.startup_error()
 
     def terminate(self) -> None:
         """Ask the process to end; `stop` waits for it."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import TokenLogprob
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 STATS_INTERVAL_US = 50_000
 """How old the counters that a gateway knows may be while steps run."""
@@ -46,8 +46,8 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Withdraw:
-    """Gateway to engine: give a request back if it has not begun; answered by `Withdrawn` then."""
+class Recall:
+    """Gateway to engine: give a request back if it has not begun; answered by `Recalled` then."""
 
     request_id: str
 
@@ -169,7 +169,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Withdrawn:
+class Recalled:
     """Engine to gateway: the request was still queued and is forgotten."""
 
     request_id: str
@@ -188,8 +188,8 @@ class EngineFailed:
     message: str
 
 
-ToEngine: TypeAlias = Submit | Abort | Withdraw | Ping | ResetPrefixCache | Shutdown
-ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Withdrawn | Pong | EngineFailed
+ToEngine: TypeAlias = Submit | Abort | Recall | Ping | ResetPrefixCache | Shutdown
+ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Recalled | Pong | EngineFailed
 
 
 class MessageError(ValueError):

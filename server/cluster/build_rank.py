@@ -269,8 +269,8 @@ class RankEngine:
         self._begin_step()
         return self._engine.step()
 
-    def rest(self) -> None:
-        self._engine.rest()
+    def on_idle(self) -> None:
+        self._engine.on_idle()
 
     def close(self) -> None:
         self._engine.close()

@@ -212,7 +212,7 @@ class RankGroup:
         """Say which other rank has ended, and why."""
         for other, place in enumerate(self._places):
             if other != rank and (reason := place.process.exit_reason()) is not None:
-                words = place.process.last_words()
+                words = place.process.startup_error()
                 return f"rank {other}: {words}" if words else f"{reason} before it was ready"
         return None
 

@@ -86,8 +86,8 @@ class LockstepEngine:
         """Say whether all ranks are there."""
         return self._member.membership.epoch > 0 and not self._member.missing
 
-    def rest(self) -> None:
-        self._core.rest()
+    def on_idle(self) -> None:
+        self._core.on_idle()
 
     def close(self) -> None:
         self._core.close()

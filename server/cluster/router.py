@@ -1,6 +1,6 @@
 """Requests to ranks: who gets which, what happens when a rank is lost, and who takes over.
 
-An `Upstream` over the channels of all ranks, for the gateway's event loop.
+An `EngineClient` over the channels of all ranks, for the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from whalepod.server.channel import EngineChannel
-from whalepod.server.errors import EngineLost, RequestWithdrawn, StartupError
+from whalepod.server.errors import EngineLost, RequestRecalled, StartupError
 from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
 
 WATCH_S = 0.1
@@ -184,7 +184,7 @@ class RankRouter:
                         has_begun = True
                         yield output
                 return
-            except RequestWithdrawn:
+            except RequestRecalled:
                 num_moves += 1
                 logger.info("request %s leaves the queue of rank %d", request.request_id, number)
             except EngineLost as error:
@@ -281,7 +281,7 @@ class RankRouter:
         for rank in self._ranks:
             if rank.lost is None and idle and _num_queued(rank) and rank not in idle:
                 for request_id in list(rank.queued)[-MAX_MOVES_AT_ONCE * len(idle) :]:
-                    rank.channel.withdraw(request_id)
+                    rank.channel.recall(request_id)
 
 
 def _num_queued(rank: _Rank) -> int:

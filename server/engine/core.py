@@ -10,11 +10,11 @@ from typing import BinaryIO
 from whalepod.mtp.depth import Depth, FixedDepth
 from whalepod.scheduler.errors import RequestRejected
 from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
-from whalepod.scheduler.request import Request, Sequence as ScheduledSequence
+from whalepod.scheduler.request import Request, Sequence
 from whalepod.scheduler.scheduler import Scheduler
-from whalepod.server.engine.compiling import Compiling, CompilingRequests
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
-from whalepod.server.engine.intake import Intake
+from whalepod.server.engine.grammar_queue import Compiling, GrammarQueue
+from whalepod.server.engine.input_processor import InputProcessor
 from whalepod.server.engine.refusals import failure, rejected
 from whalepod.server.engine.runner import Runner, new_runner_sequence
 from whalepod.server.engine.scripted import Script, ScriptedOutputs, TestHooks
@@ -25,6 +25,8 @@ from whalepod.server.messages import (
     EngineInfo,
     Ping,
     Pong,
+    Recall,
+    Recalled,
     Rejected,
     ResetPrefixCache,
     SequenceOutput,
@@ -34,8 +36,6 @@ from whalepod.server.messages import (
     Submit,
     ToEngine,
     ToGateway,
-    Withdraw,
-    Withdrawn,
 )
 from whalepod.server.structured.interface import GrammarError, Matcher
 
@@ -76,9 +76,9 @@ class EngineCore:
         self.scheduler = scheduler
         self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
-        self._intake = Intake(info.vocab_size, hooks, seed)
+        self._intake = InputProcessor(info.vocab_size, hooks, seed)
         self._grammars = grammars
-        self._compiling = CompilingRequests()
+        self._grammar_queue = GrammarQueue()
         self._journal = journal
         self._scripted = ScriptedOutputs()
         self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
@@ -93,15 +93,15 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._compiling)
+        return self.scheduler.has_work or bool(self._grammar_queue)
 
     @property
     def stats(self) -> Stats:
         s = self.scheduler.stats()
         return Stats(
             num_running=s.num_running,
-            num_waiting=len(self._compiling) + s.num_waiting,
-            num_compiling=len(self._compiling),
+            num_waiting=len(self._grammar_queue) + s.num_waiting,
+            num_compiling=len(self._grammar_queue),
             num_free_blocks=s.num_free_blocks,
             num_cached_blocks=s.num_cached_blocks,
             num_owned_blocks=s.num_owned_blocks,
@@ -128,10 +128,10 @@ class EngineCore:
         assert self.runner.num_sequences == num_live, (
             f"the runner keeps {self.runner.num_sequences} sequences, {num_live} are alive"
         )
-        has_work = bool(self._live or self._compiling)
+        has_work = bool(self._live or self._grammar_queue)
         assert self.has_work == has_work, f"has_work is {self.has_work} with {self._live}"
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Use a pause: check the invariants, and put the journal on disk."""
         self.check()
         if self._journal is not None:
@@ -164,8 +164,8 @@ class EngineCore:
                 return self._submit(message)
             case Abort(request_id=request_id, index=index):
                 return self._abort(request_id, index)
-            case Withdraw(request_id=request_id):
-                return self._withdraw(request_id)
+            case Recall(request_id=request_id):
+                return self._recall(request_id)
             case Ping(nonce=nonce):
                 return Pong(nonce=nonce, stats=self.stats)
             case ResetPrefixCache():
@@ -180,10 +180,10 @@ class EngineCore:
         Whatever speaks against it is said here: later it has no refusal any more, only a failure.
         """
         try:
-            if submit.request_id in self._compiling:
+            if submit.request_id in self._grammar_queue:
                 raise ValueError(f"request id {submit.request_id!r} is in use already")
             request, script = self._intake.take(submit)
-            self.scheduler.check_request(request, num_coming=len(self._compiling))
+            self.scheduler.check_request(request, num_coming=len(self._grammar_queue))
         except RequestRejected as error:
             return rejected(submit, error.code, error.message)
         except ValueError as error:
@@ -194,18 +194,18 @@ class EngineCore:
             return None
         if self._grammars is None:
             return rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
-        if self._compiling.is_full:
-            message = f"{len(self._compiling)} grammars wait to be compiled"
+        if self._grammar_queue.is_full:
+            message = f"{len(self._grammar_queue)} grammars wait to be compiled"
             return rejected(submit, "queue_full", message)
         matcher = self._grammars.matcher(constraint)
-        self._compiling.add(Compiling(request=request, script=script, matcher=matcher))
+        self._grammar_queue.add(Compiling(request=request, script=script, matcher=matcher))
         self._has_stats_to_tell = True
         return None
 
     def admit_compiled(self) -> list[SequenceOutput]:
         """Queue the requests whose grammars are ready; return the failures of the others."""
         failures = []
-        for compiling in self._compiling.take_ready():
+        for compiling in self._grammar_queue.take_ready():
             try:
                 matcher = compiling.matcher.result()
             except GrammarError as error:
@@ -227,7 +227,7 @@ class EngineCore:
         self.scheduler.note_clock(self._now_us)
 
     def _add_sequence(
-        self, sequence: ScheduledSequence, script: Script | None, matcher: Matcher | None
+        self, sequence: Sequence, script: Script | None, matcher: Matcher | None
     ) -> None:
         request, eos_token_ids = sequence.request, self.scheduler.eos_token_ids
         grammar = None
@@ -249,7 +249,7 @@ class EngineCore:
         counters are now."""
         self._has_stats_to_tell = True
         if index is None:
-            self._compiling.discard(request_id)
+            self._grammar_queue.discard(request_id)
         live = self._live.get(request_id, [])
         ending = [s for s in live if index in (None, self.scheduler.owner(s)[1])]
         self.scheduler.cancel(request_id, index)
@@ -259,11 +259,11 @@ class EngineCore:
             return None
         return StepOutputs(outputs=(), stats=self.stats)
 
-    def _withdraw(self, request_id: str) -> Withdrawn | None:
-        if request_id not in self._compiling and not self.scheduler.is_queued(request_id):
+    def _recall(self, request_id: str) -> Recalled | None:
+        if request_id not in self._grammar_queue and not self.scheduler.is_queued(request_id):
             return None
         self._abort(request_id)
-        return Withdrawn(request_id=request_id)
+        return Recalled(request_id=request_id)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -274,8 +274,8 @@ class EngineCore:
         return outputs
 
     def _step(self) -> StepOutputs | None:
-        if self._compiling and not self.scheduler.has_work:
-            self._compiling.wait()
+        if self._grammar_queue and not self.scheduler.has_work:
+            self._grammar_queue.wait()
         outputs = self.admit_compiled()
         if not self.scheduler.has_work:
             return StepOutputs(outputs=tuple(outputs), stats=self.stats)
@@ -299,12 +299,12 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their grammars or for their first admission."""
-        return len(self._compiling) + self.scheduler.num_queued_requests
+        return len(self._grammar_queue) + self.scheduler.num_queued_requests
 
     @property
     def num_compiling(self) -> int:
         """Requests that wait for their grammars."""
-        return len(self._compiling)
+        return len(self._grammar_queue)
 
     def count_tokens_at_most(self) -> int:
         """Return a bound on the tokens of the next step; 0: nothing can run."""
@@ -336,7 +336,7 @@ class EngineCore:
 
     def refuse_all(self, code: str, message: str) -> list[ToGateway]:
         """Drop every request and say why; none may be in a step."""
-        request_ids = [*self._compiling, *self._live]
+        request_ids = [*self._grammar_queue, *self._live]
         for request_id in request_ids:
             self._abort(request_id)
         return [Rejected(request_id=r, code=code, message=message) for r in request_ids]

@@ -13,7 +13,7 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.build import build_engine
 from whalepod.server.config import EngineConfig
-from whalepod.server.engine.compiling import MAX_COMPILING
+from whalepod.server.engine.grammar_queue import MAX_COMPILING
 from whalepod.server.errors import RequestRejected
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Abort, Rejected, SequenceOutput, Submit

@@ -45,7 +45,7 @@ class ServedEngine(Protocol):
 
     def step(self) -> StepOutputs | None: ...
 
-    def rest(self) -> None: ...
+    def on_idle(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -61,17 +61,17 @@ def serve(core: ServedEngine, server: EngineServer, should_stop: Callable[[], bo
 
     When nothing can run it sleeps until a message wakes it, and checks itself while it does.
     """
-    has_rested = False
+    has_idled = False
     while not core.is_stopping and not should_stop():
         may_sleep = core.may_sleep
         messages = server.receive(wait=may_sleep)
-        if may_sleep and not messages and not has_rested:
-            core.rest()
-            has_rested = True
+        if may_sleep and not messages and not has_idled:
+            core.on_idle()
+            has_idled = True
         for reply in core.receive(messages):
             server.send(reply)
         outputs = core.step()
-        has_rested = has_rested and core.may_sleep
+        has_idled = has_idled and core.may_sleep
         if outputs is not None:
             server.send(outputs)
 

@@ -18,7 +18,7 @@ from whalepod.scheduler.plan import Plan, Row, RowResult, StepResult, TokenLogpr
 from whalepod.scheduler.request import Sequence
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.grammar import GrammarState
-from whalepod.server.engine.sampler import Sampler, Samples, Wanted, logprobs
+from whalepod.server.engine.sampler import Sampler, SampleRequest, SamplerOutput, logprobs
 from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
 from whalepod.server.engine.scripted import Script, ScriptError
 from whalepod.server.engine.speculation import Speculator, TextEnd
@@ -210,7 +210,7 @@ class Runner:
     def _choose_tokens(self, hidden_TH: Tensor, spans: list[_Rows]) -> None:
         """Choose a token behind each row that samples, and behind each of its drafts, all in one
         pass; then judge the drafts."""
-        wanted: list[Wanted] = []
+        wanted: list[SampleRequest] = []
         hidden_rows: list[int] = []
         for span in spans:
             span.first_choice = len(wanted)
@@ -227,7 +227,7 @@ class Runner:
             if span.row.sample:
                 _judge(span, samples, logits_BV)
 
-    def _want(self, span: _Rows, wanted: list[Wanted]) -> None:
+    def _want(self, span: _Rows, wanted: list[SampleRequest]) -> None:
         """Ask for a token behind each number of drafts, as if they were right: if one is not,
         nobody looks at what comes behind it."""
         state, drafts = span.sequence.state, span.drafts
@@ -235,11 +235,13 @@ class Runner:
         for index in range(len(drafts)):
             if self.sampler.by_rejection:
                 log_q_V = self._speculator.log_q(span.row, index) if self._speculator else None
-                judged = Wanted(state, position + index, drafts[:index], drafts[index], log_q_V)
+                judged = SampleRequest(
+                    state, position + index, drafts[:index], drafts[index], log_q_V
+                )
                 wanted.append(judged)
             else:
-                wanted.append(Wanted(state, position + index, drafts[:index]))
-        wanted.append(Wanted(state, position + len(drafts), drafts))
+                wanted.append(SampleRequest(state, position + index, drafts[:index]))
+        wanted.append(SampleRequest(state, position + len(drafts), drafts))
 
     def _result(self, span: _Rows, hidden_TH: Tensor) -> RowResult:
         sequence_id = span.row.sequence_id
@@ -277,7 +279,7 @@ def _add_drafts(
             spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
 
-def _judge(span: _Rows, samples: Samples, logits_BV: Tensor) -> None:
+def _judge(span: _Rows, samples: SamplerOutput, logits_BV: Tensor) -> None:
     """Keep the choices up to the first that is not the draft; it is the row's last token."""
     first = span.first_choice
     num_accepted = 0

@@ -38,7 +38,7 @@ class _Stream(Enum):
 
 
 @dataclass(slots=True)
-class Wanted:
+class SampleRequest:
     """One token to choose: `position` is its index in the sequence's whole text.
 
     `before` are the tokens in front of it that the state has not observed. With acceptance by
@@ -52,7 +52,7 @@ class Wanted:
     log_q_V: Tensor | None = None
 
 
-class Samples(NamedTuple):
+class SamplerOutput(NamedTuple):
     """The choices in the order of the rows; a logprob only where the request asks for it."""
 
     token_ids: list[int]
@@ -62,7 +62,7 @@ class Samples(NamedTuple):
 
 
 class Sampler:
-    """Samples rows of logits with the settings of their sequences. Holds no state of its own.
+    """SamplerOutput rows of logits with the settings of their sequences. Holds no state of its own.
 
     by_rejection  drafts are drawn and judged by the classical rule instead of by coupling
     """
@@ -71,7 +71,7 @@ class Sampler:
         self._kernels = kernels
         self.by_rejection = by_rejection
 
-    def sample(self, logits_BV: Tensor, wanted: Sequence[Wanted]) -> Samples:
+    def sample(self, logits_BV: Tensor, wanted: Sequence[SampleRequest]) -> SamplerOutput:
         """Choose one token per row of f32 `[B, V]`, which is not changed."""
         x_BV = logits_BV.numpy()
         ids = _argmax(x_BV)
@@ -81,10 +81,10 @@ class Sampler:
             chosen, _ = self._choose(x_BV[shaped], [wanted[row] for row in shaped])
             for row, token_id in zip(shaped, chosen, strict=True):
                 ids[row] = token_id
-        return Samples(ids, _logprobs_of_rows(logits_BV, ids, wanted), is_fault)
+        return SamplerOutput(ids, _logprobs_of_rows(logits_BV, ids, wanted), is_fault)
 
     def draft(
-        self, logits_BV: Tensor, wanted: Sequence[Wanted]
+        self, logits_BV: Tensor, wanted: Sequence[SampleRequest]
     ) -> tuple[list[int], list[Tensor | None]]:
         """Guess one token per row of a draft model's logits, as the model will choose.
 
@@ -105,7 +105,7 @@ class Sampler:
         return ids, log_qs
 
     def _choose(
-        self, x_BV: Logits, wanted: list[Wanted], stream: _Stream | None = None
+        self, x_BV: Logits, wanted: list[SampleRequest], stream: _Stream | None = None
     ) -> tuple[list[int], Sequence[Tensor | None]]:
         """Choose for rows that are random or edited; the logits `x_BV` are theirs to change."""
         edited = [row for row, w in enumerate(wanted) if w.position < w.state.unedited_from]
@@ -123,7 +123,7 @@ class Sampler:
         return chosen, log_qs
 
     def _draw(
-        self, x_BV: Logits, wanted: list[Wanted], stream: _Stream | None
+        self, x_BV: Logits, wanted: list[SampleRequest], stream: _Stream | None
     ) -> tuple[list[int], Sequence[Tensor | None]]:
         """Draw from each row: argmax(log p + g), or what the rule of rejection says of a draft.
 
@@ -144,7 +144,7 @@ class Sampler:
                 ids[row] = token_id
         return ids, list(log_ps)
 
-    def _judge(self, log_p_BV: Tensor, wanted: list[Wanted]) -> list[int]:
+    def _judge(self, log_p_BV: Tensor, wanted: list[SampleRequest]) -> list[int]:
         drafts_B = torch.tensor([want.draft for want in wanted])
         log_q_BV = torch.full_like(log_p_BV, -torch.inf)
         log_q_BV.scatter_(1, drafts_B[:, None], 0.0)
@@ -158,7 +158,7 @@ class Sampler:
         ).tolist()
         return ids
 
-    def _noise(self, wanted: list[Wanted], width: int, stream: _Stream | None) -> Tensor:
+    def _noise(self, wanted: list[SampleRequest], width: int, stream: _Stream | None) -> Tensor:
         """Return g(seed, position) of each row; a stream is one of its own, independent of it."""
         seeds = [want.state.seed for want in wanted]
         if stream is not None:
@@ -180,7 +180,7 @@ def _argmax(x_BV: Logits) -> list[int]:
 # -- edits of the logits ------------------------------------------------------------------------
 
 
-def _edit(logits_BV: Tensor, rows: Sequence[int], wanted: Sequence[Wanted]) -> None:
+def _edit(logits_BV: Tensor, rows: Sequence[int], wanted: Sequence[SampleRequest]) -> None:
     """Apply grammars, min_tokens, logit_bias and penalties to some rows, in place, one `wanted`
     for each; all of them in one call each."""
     _keep_to_grammars(logits_BV, rows, wanted)
@@ -196,7 +196,9 @@ def _edit(logits_BV: Tensor, rows: Sequence[int], wanted: Sequence[Wanted]) -> N
         _penalise(logits_BV, [rows[i] for i in penalised], [wanted[i] for i in penalised])
 
 
-def _keep_to_grammars(logits_BV: Tensor, rows: Sequence[int], wanted: Sequence[Wanted]) -> None:
+def _keep_to_grammars(
+    logits_BV: Tensor, rows: Sequence[int], wanted: Sequence[SampleRequest]
+) -> None:
     for row, want in zip(rows, wanted, strict=True):
         if want.state.grammar is None:
             continue
@@ -205,7 +207,7 @@ def _keep_to_grammars(logits_BV: Tensor, rows: Sequence[int], wanted: Sequence[W
             logits_BV[row, torch.from_numpy(~allowed_V)] = -torch.inf
 
 
-def _penalise(logits_BV: Tensor, rows: list[int], wanted: list[Wanted]) -> None:
+def _penalise(logits_BV: Tensor, rows: list[int], wanted: list[SampleRequest]) -> None:
     states = [want.state for want in wanted]
     counts = [want.state.counts_after(want.before) for want in wanted]
     index, ids = _flat_index([ids for ids, _ in counts], rows)
@@ -278,7 +280,7 @@ def _smallest_of_nucleus(logprobs_V: NDArray[np.float32], top_p: float) -> float
 
 
 def _logprobs_of_rows(
-    logits_BV: Tensor, token_ids: list[int], wanted: Sequence[Wanted]
+    logits_BV: Tensor, token_ids: list[int], wanted: Sequence[SampleRequest]
 ) -> list[TokenLogprob | None]:
     found: list[TokenLogprob | None] = [None] * len(wanted)
     if not any(want.state.wants_logprobs for want in wanted):

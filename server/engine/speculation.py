@@ -20,7 +20,7 @@ from whalepod.mtp.stats import (
 )
 from whalepod.mtp.tail import GREEDY, Draw, KnownEnd
 from whalepod.scheduler.plan import BlockCopy, Plan, Row, StepResult
-from whalepod.server.engine.sampler import Sampler, Wanted
+from whalepod.server.engine.sampler import Sampler, SampleRequest
 from whalepod.server.engine.sampling_state import SamplingState
 
 Maker: TypeAlias = Literal["mtp", "lookup"]
@@ -274,9 +274,9 @@ def _known_end(end: TextEnd, kept: _Speculation, maker: Maker | None) -> KnownEn
     )
 
 
-def _wanted(end: TextEnd, drafts: Sequence[int]) -> Wanted:
+def _wanted(end: TextEnd, drafts: Sequence[int]) -> SampleRequest:
     """Ask for the token behind the drafts; the state has not seen the text's last tokens."""
-    return Wanted(end.state, end.position + 1 + len(drafts), (*end.new_token_ids, *drafts))
+    return SampleRequest(end.state, end.position + 1 + len(drafts), (*end.new_token_ids, *drafts))
 
 
 def step_record(plan: Plan, result: StepResult) -> StepRecord:

@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import whalepod
 from whalepod.server.config import GatewayConfig
+from whalepod.server.engine_client import EngineClient
 from whalepod.server.gateway import (
     routes_abort,
     routes_generate,
@@ -27,7 +28,6 @@ from whalepod.server.gateway.live_requests import LiveRequestMiddleware
 from whalepod.server.gateway.metrics import measuring_lag
 from whalepod.server.gateway.openapi import install_docs
 from whalepod.server.gateway.tokenizer import TextTokenizer
-from whalepod.server.upstream import Upstream
 
 _ROUTES = (
     *(routes_generate, routes_responses, routes_messages, routes_abort),
@@ -37,7 +37,7 @@ _ROUTES = (
 
 def create_app(
     config: GatewayConfig,
-    upstream: Upstream,
+    upstream: EngineClient,
     tokenizer: TextTokenizer,
     *,
     default_params: Mapping[str, float] | None = None,

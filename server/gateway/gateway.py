@@ -14,6 +14,7 @@ from fastapi import Request
 
 import whalepod
 from whalepod.server.config import GatewayConfig
+from whalepod.server.engine_client import EngineClient
 from whalepod.server.gateway.api_errors import ApiError, invalid
 from whalepod.server.gateway.families.registry import choose_family
 from whalepod.server.gateway.generation import PromptRun
@@ -34,7 +35,6 @@ from whalepod.server.gateway.scripted_turns import read_script, steps_for
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.structured.checker import GrammarChecker
 from whalepod.server.structured.interface import CompilerUnavailableError, GrammarError
-from whalepod.server.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Gateway:
     def __init__(
         self,
         config: GatewayConfig,
-        upstream: Upstream,
+        upstream: EngineClient,
         tokenizer: TextTokenizer,
         default_params: Mapping[str, float],
     ) -> None:
@@ -140,7 +140,7 @@ def gateway_of(request: Request) -> Gateway:
     return gateway
 
 
-def _fingerprint(upstream: Upstream) -> str:
+def _fingerprint(upstream: EngineClient) -> str:
     info = upstream.info
     facts = (whalepod.__version__, info.model_type, info.dtype, info.kernels)
     return "fp_" + hashlib.sha256("|".join(facts).encode()).hexdigest()[:10]

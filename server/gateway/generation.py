@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from whalepod.scheduler.plan import TokenLogprob
+from whalepod.server.engine_client import EngineClient
 from whalepod.server.gateway.api_errors import ApiError, as_api_error
 from whalepod.server.gateway.events import (
     ChoiceStarted,
@@ -22,7 +23,6 @@ from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.stops import StopMatcher
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import SequenceOutput, Submit
-from whalepod.server.upstream import Upstream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class ChoiceDecoder:
 
 
 async def generate(
-    upstream: Upstream, runs: Sequence[PromptRun], tokenizer: TextTokenizer, timer: RequestTimer
+    upstream: EngineClient, runs: Sequence[PromptRun], tokenizer: TextTokenizer, timer: RequestTimer
 ) -> AsyncGenerator[Event, None]:
     """Yield the events of all prompts of a request; the last is UsageReady or Failed.
 
@@ -196,7 +196,7 @@ async def generate(
 
 
 async def _generate_one(
-    upstream: Upstream, run: PromptRun, tokenizer: TextTokenizer, timer: RequestTimer
+    upstream: EngineClient, run: PromptRun, tokenizer: TextTokenizer, timer: RequestTimer
 ) -> AsyncGenerator[Event, None]:
     decoders = [ChoiceDecoder(run, i, tokenizer) for i in range(run.submit.num_sequences)]
     prompt_logprobs: list[TokenLogprob] = []  # all on the first sequence, before any token

@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from whalepod.server.config import GatewayConfig
+from whalepod.server.engine_client import EngineClient
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.admin import create_admin_app
 from whalepod.server.gateway.app import create_app
@@ -22,7 +23,6 @@ from whalepod.server.gateway.auth import read_keys
 from whalepod.server.gateway.connection import TimedHttpProtocol
 from whalepod.server.gateway.live_requests import LiveRequests
 from whalepod.server.gateway.tokenizer import TextTokenizer
-from whalepod.server.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class _Server(uvicorn.Server):
 
 async def serve(
     config: GatewayConfig,
-    upstream: Upstream,
+    upstream: EngineClient,
     tokenizer: TextTokenizer,
     *,
     default_params: Mapping[str, float] | None = None,

@@ -14,7 +14,7 @@ import zmq
 
 from tests.engine.fakes import expected_answer, make_core
 from whalepod.scheduler.params import SamplingParams
-from whalepod.server import channel as channel_module, mailbox
+from whalepod.server import channel as channel_module, output_queue
 from whalepod.server.channel import EngineChannel, EngineServer, new_socket
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.process import serve
@@ -197,7 +197,7 @@ def test_an_id_in_use_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_slow_reader_gets_longer_outputs_and_every_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mailbox, "MAX_QUEUED_OUTPUTS", 3)
+    monkeypatch.setattr(output_queue, "MAX_QUEUED_OUTPUTS", 3)
 
     async def scenario() -> None:
         async with engine(tmp_path) as (channel, core):

@@ -11,9 +11,9 @@ from tests.engine.fakes import EOS, VOCAB_SIZE, FakeMtp, encode_letters, make_co
 from tests.ladders import LadderCompiler, Rungs
 from whalepod.mtp.depth import FixedDepth
 from whalepod.scheduler.params import Constraint, SamplingParams
-from whalepod.server.engine.compiling import MAX_COMPILING
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.grammar import GrammarStore
+from whalepod.server.engine.grammar_queue import MAX_COMPILING
 from whalepod.server.messages import Abort, Rejected, Submit
 
 THINK, THINK_END = 48, 49

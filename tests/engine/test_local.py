@@ -16,7 +16,7 @@ import whalepod
 from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.journal import replay
 from whalepod.scheduler.params import Constraint, SamplingParams
-from whalepod.server.engine.compiling import MAX_COMPILING
+from whalepod.server.engine.grammar_queue import MAX_COMPILING
 from whalepod.server.engine.local import Engine, Generation
 from whalepod.server.engine.replay import Difference, replay_with_model
 from whalepod.server.engine.script_text import load_encode

@@ -15,7 +15,7 @@ from tests.engine import plain_sampler
 from tests.engine.fakes import NoiseKernels
 from tests.engine.noise import gumbel
 from whalepod.scheduler.params import SamplingParams
-from whalepod.server.engine.sampler import Sampler, Wanted, logprobs, restrict
+from whalepod.server.engine.sampler import Sampler, SampleRequest, logprobs, restrict
 from whalepod.server.engine.sampling_state import SamplingState, as_int64, seed_of_branch
 
 VOCAB = 40
@@ -61,7 +61,7 @@ def test_a_mixed_batch_equals_the_plain_twin_row_by_row(case: int) -> None:
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 10))]
         answer = [rng.randrange(VOCAB) for _ in range(rng.randrange(8))]
         state = state_after(params, prompt, answer, seed)
-        wanted.append(Wanted(state, len(prompt) + len(answer)))
+        wanted.append(SampleRequest(state, len(prompt) + len(answer)))
         expected.append(plain_sampler.choose(logits[row], params, prompt, answer, STOPS, seed))
     before = torch.from_numpy(logits.copy())
 
@@ -104,7 +104,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
 
     token_ids = (
         Sampler(NoiseKernels())
-        .sample(rows, [Wanted(state, position) for position in range(1, num_draws + 1)])
+        .sample(rows, [SampleRequest(state, position) for position in range(1, num_draws + 1)])
         .token_ids
     )
 
@@ -122,7 +122,8 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=(6, VOCAB)).astype(np.float32))
     wanted = [
-        Wanted(SamplingState(SamplingParams(top_p=0.9), [1], seed), 5 + seed) for seed in range(6)
+        SampleRequest(SamplingState(SamplingParams(top_p=0.9), [1], seed), 5 + seed)
+        for seed in range(6)
     ]
     together = Sampler(NoiseKernels()).sample(logits, wanted).token_ids
 
@@ -137,7 +138,9 @@ def test_ties_go_to_the_lowest_id() -> None:
     plain = SamplingState(SamplingParams(temperature=0), [1], 0)
     edited = SamplingState(SamplingParams(temperature=0, logit_bias={0: 0.5}), [1], 0)
 
-    samples = Sampler(NoiseKernels()).sample(logits, [Wanted(plain, 1), Wanted(edited, 1)])
+    samples = Sampler(NoiseKernels()).sample(
+        logits, [SampleRequest(plain, 1), SampleRequest(edited, 1)]
+    )
 
     assert samples.token_ids == [1, 0]
 
@@ -156,7 +159,7 @@ def test_rows_that_are_not_finite_are_faults_and_their_neighbours_are_not() -> N
     logits[3] = -torch.inf
     states = [SamplingState(SamplingParams(temperature=t), [1], 0) for t in (0, 0, 1, 1)]
 
-    samples = Sampler(NoiseKernels()).sample(logits, [Wanted(state, 1) for state in states])
+    samples = Sampler(NoiseKernels()).sample(logits, [SampleRequest(state, 1) for state in states])
 
     assert samples.is_fault == [True, False, True, True]
 
@@ -165,7 +168,9 @@ def test_logprobs_are_the_models_own_whatever_the_settings() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
     params = SamplingParams(temperature=0, logprobs=2, logit_bias={3: 100.0})
 
-    samples = Sampler(NoiseKernels()).sample(logits, [Wanted(SamplingState(params, [1], 0), 1)])
+    samples = Sampler(NoiseKernels()).sample(
+        logits, [SampleRequest(SamplingState(params, [1], 0), 1)]
+    )
 
     scored = samples.logprobs[0]
     assert scored is not None

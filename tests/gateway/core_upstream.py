@@ -19,7 +19,7 @@ from whalepod.server.messages import (
 
 
 class CoreUpstream:
-    """An `Upstream` that steps the engine whenever somebody waits for an output."""
+    """An `EngineClient` that steps the engine whenever somebody waits for an output."""
 
     failure: str | None = None
 

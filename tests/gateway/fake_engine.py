@@ -1,4 +1,4 @@
-"""A scripted engine in memory: every gateway test's Upstream."""
+"""A scripted engine in memory: every gateway test's EngineClient."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from tests.scheduler.simulated_engine import (
     reference_answer,
 )
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.scheduler.door import max_total_tokens
 from whalepod.scheduler.errors import RequestRejected
 from whalepod.scheduler.journal import RecordedScheduler, replay
+from whalepod.scheduler.limits import max_total_tokens
 from whalepod.scheduler.request import Request
 
 BLOCK_TOKENS = 4

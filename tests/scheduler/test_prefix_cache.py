@@ -240,9 +240,9 @@ def make_pool(num_blocks: int) -> BlockPool:
     return BlockPool(num_blocks, PrefixTree(block_tokens=2))
 
 
-def publish(pool: BlockPool, tokens: tuple[int, int], block_id: int) -> None:
+def cache(pool: BlockPool, tokens: tuple[int, int], block_id: int) -> None:
     root = pool.tree.root("")
-    assert pool.publish(root, tokens, pool.tree.key(root, tokens), block_id) is not None
+    assert pool.cache(root, tokens, pool.tree.key(root, tokens), block_id) is not None
 
 
 def test_pool_gives_each_block_once_and_then_none() -> None:
@@ -268,7 +268,7 @@ def test_block_is_free_when_its_last_holder_is_gone() -> None:
 def test_cached_block_is_available_and_owned_again_once_acquired() -> None:
     pool = make_pool(2)
     block_id = pool.allocate()
-    publish(pool, (1, 2), block_id)
+    cache(pool, (1, 2), block_id)
     pool.release(block_id)
     assert (pool.num_free, pool.num_cached, pool.num_available) == (1, 1, 2)
     pool.acquire(block_id)

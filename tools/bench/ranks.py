@@ -48,7 +48,7 @@ class RanksConfig:
             raise ValueError(f"max_tokens must be at least 4, got {self.max_tokens}")
 
 
-class Upstream(Protocol):
+class EngineClient(Protocol):
     """What answers requests: a channel, or the router of a group."""
 
     def submit(self, request: Submit) -> AsyncGenerator[SequenceOutput, None]: ...
@@ -68,7 +68,7 @@ class Measured:
     """An engine, the processes that it runs in, and its turns."""
 
     name: str
-    upstream: Upstream
+    upstream: EngineClient
     pids: Sequence[int]
     turns: list[Turn] = field(default_factory=list)
 
@@ -163,7 +163,7 @@ async def _play(measured: Measured, config: RanksConfig, number: int) -> Turn:
     )
 
 
-async def _read(upstream: Upstream, submit: Submit) -> list[tuple[float, int]]:
+async def _read(upstream: EngineClient, submit: Submit) -> list[tuple[float, int]]:
     """Return when tokens came, and how many."""
     events = []
     async for output in upstream.submit(submit):

@@ -25,7 +25,7 @@ class Compiling:
     matcher: Future[Matcher]
 
 
-class CompilingRequests:
+class GrammarQueue:
     """Keeps requests in the order of their arrival."""
 
     def __init__(self) -> None:

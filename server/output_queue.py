@@ -12,7 +12,7 @@ MAX_QUEUED_OUTPUTS = 64
 """Outputs that wait for one slow reader; later ones are joined to the last of their sequence."""
 
 
-class Mailbox:
+class OutputQueue:
     """Outputs of one request on their way to its reader, in their order."""
 
     def __init__(self, num_sequences: int) -> None:
@@ -38,7 +38,7 @@ class Mailbox:
         self._outputs.append(output)
         self._arrived.set()
 
-    def let_go(self, index: int) -> bool:
+    def drop(self, index: int) -> bool:
         """Keep nothing more of an answer; False when its end was read, or it was let go before."""
         if index not in self.live:
             return False

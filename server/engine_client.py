@@ -8,7 +8,7 @@ from typing import Protocol
 from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
 
 
-class Upstream(Protocol):
+class EngineClient(Protocol):
     """One engine as seen from the gateway's event loop."""
 
     @property

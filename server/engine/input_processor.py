@@ -14,7 +14,7 @@ MAX_NUM_SEQUENCES = 128
 """Answers to one prompt; OpenAI's own limit."""
 
 
-class Intake:
+class InputProcessor:
     """Turns what a gateway submits into what a scheduler queues."""
 
     def __init__(self, vocab_size: int, hooks: TestHooks | None, seed: int | str) -> None:

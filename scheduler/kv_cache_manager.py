@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from whalepod.scheduler.admission import Reuse
+from whalepod.scheduler.admission import PrefixHit
 from whalepod.scheduler.blocks import BlockPool
 from whalepod.scheduler.plan import BlockCopy
 from whalepod.scheduler.prefix import Node, PrefixTree
 from whalepod.scheduler.request import Sequence
 
 
-class Residency:
+class KVCacheManager:
     """Moves sequences into and out of the block pool and shares their blocks through the tree.
 
     A sequence's leading full blocks are nodes of the tree (its `path`), held by it and by
@@ -26,40 +26,40 @@ class Residency:
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 
-    def hold(self, reuse: Reuse) -> None:
+    def hold(self, hit: PrefixHit) -> None:
         """Keep what was found in the cache from being evicted."""
-        for block_id in reuse.block_ids:
+        for block_id in hit.block_ids:
             self.pool.acquire(block_id)
-        if reuse.copy_source is not None:
-            self.pool.acquire(reuse.copy_source)
+        if hit.copy_source is not None:
+            self.pool.acquire(hit.copy_source)
 
-    def let_go(self, reuse: Reuse) -> None:
-        self.drop_copy(reuse)
-        for block_id in reversed(reuse.block_ids):
+    def release(self, hit: PrefixHit) -> None:
+        self.drop_copy(hit)
+        for block_id in reversed(hit.block_ids):
             self.pool.release(block_id)
 
-    def drop_copy(self, reuse: Reuse) -> None:
+    def drop_copy(self, hit: PrefixHit) -> None:
         """Do without the partly matching block, which may have to give way itself."""
-        if reuse.copy_source is not None:
-            self.pool.release(reuse.copy_source)
-            reuse.copy_source, reuse.num_copied_tokens = None, 0
+        if hit.copy_source is not None:
+            self.pool.release(hit.copy_source)
+            hit.copy_source, hit.num_copied_tokens = None, 0
 
-    def enter(self, sequence: Sequence, reuse: Reuse) -> None:
+    def enter(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Hand over what is held, and allocate the rest of the sequence's blocks."""
-        sequence.block_ids = reuse.block_ids
-        sequence.path = reuse.path
-        sequence.block_keys[: len(reuse.path)] = [node.key for node in reuse.path]
-        sequence.publishes = reuse.publishes
-        num_shared_tokens = len(reuse.block_ids) * self.block_tokens
-        num_copied_tokens = max(reuse.num_copied_tokens - self._num_lookback_tokens, 0)
+        sequence.block_ids = hit.block_ids
+        sequence.path = hit.path
+        sequence.block_keys[: len(hit.path)] = [node.key for node in hit.path]
+        sequence.is_shared = hit.is_shared
+        num_shared_tokens = len(hit.block_ids) * self.block_tokens
+        num_copied_tokens = max(hit.num_copied_tokens - self._num_lookback_tokens, 0)
         sequence.num_computed = num_shared_tokens + num_copied_tokens
-        num_shared_blocks = len(reuse.block_ids)
+        num_shared_blocks = len(hit.block_ids)
         self.extend(sequence, len(sequence.token_ids))
-        if reuse.copy_source is not None:
+        if hit.copy_source is not None:
             sequence.pending_copy = BlockCopy(
-                source=reuse.copy_source,
+                source=hit.copy_source,
                 target=sequence.block_ids[num_shared_blocks],
-                num_tokens=reuse.num_copied_tokens,
+                num_tokens=hit.num_copied_tokens,
             )
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -90,19 +90,19 @@ class Residency:
             self.pool.release(sequence.pending_copy.source)
             sequence.pending_copy = None
 
-    def publish(self, sequence: Sequence) -> None:
+    def cache(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full now."""
         size, path = self.block_tokens, sequence.path
-        while sequence.publishes and (len(path) + 1) * size <= sequence.num_computed:
+        while sequence.is_shared and (len(path) + 1) * size <= sequence.num_computed:
             index = len(path)
             token_ids = tuple(sequence.token_ids[index * size : (index + 1) * size])
             parent = self._last_node(sequence)
             if index == len(sequence.block_keys):
                 sequence.block_keys.append(self.tree.key(parent, token_ids))
             key, block_id = sequence.block_keys[index], sequence.block_ids[index]
-            node = self.pool.publish(parent, token_ids, key, block_id)
+            node = self.pool.cache(parent, token_ids, key, block_id)
             if node is None:  # another text has the same hash
-                sequence.publishes = False
+                sequence.is_shared = False
                 return
             if node.block_id != block_id:
                 sequence.block_ids[index] = node.block_id
@@ -112,21 +112,21 @@ class Residency:
     def leave(self, sequence: Sequence, *, keep_text: bool) -> None:
         """Release everything; `keep_text`: the rows of the last, partly filled block may serve
         later requests too."""
-        if keep_text and sequence.publishes:
-            self._publish_partly(sequence)
+        if keep_text and sequence.is_shared:
+            self._cache_partly(sequence)
         if sequence.pending_copy is not None:
             self.pool.release(sequence.pending_copy.source)
         for block_id in reversed(sequence.block_ids):
             self.pool.release(block_id)
         sequence.forget_blocks()
 
-    def _publish_partly(self, sequence: Sequence) -> None:
+    def _cache_partly(self, sequence: Sequence) -> None:
         start = len(sequence.path) * self.block_tokens
         # before its copy is made, the block has no valid rows
         if sequence.num_computed > start and sequence.pending_copy is None:
             token_ids = tuple(sequence.token_ids[start : sequence.num_computed])
             block_id = sequence.block_ids[len(sequence.path)]
-            self.pool.publish_partly(self._last_node(sequence), token_ids, block_id)
+            self.pool.cache_partly(self._last_node(sequence), token_ids, block_id)
 
     def _last_node(self, sequence: Sequence) -> Node:
         if sequence.path:
