@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from whalepod.tools.tiny.data import words
+from whalepod.tools.tiny.data.draws import short_text
 from whalepod.tools.tiny.data.markup import write_calls
 from whalepod.tools.tiny.data.sample import (
     Call,
@@ -21,8 +22,9 @@ from whalepod.tools.tiny.data.sample import (
     user,
 )
 from whalepod.tools.tiny.data.sums import sum_sample
-from whalepod.tools.tiny.data.tool_family import short_text
-from whalepod.tools.tiny.data.tool_tasks import FAMILIES, Task, task, tool_list
+from whalepod.tools.tiny.data.tables import load
+from whalepod.tools.tiny.data.tool_family import FAMILIES
+from whalepod.tools.tiny.data.tool_tasks import Task, task, tool_list
 
 NO_TOOL = "I have no tool for that."
 _ASKED_BY_CITY = ("weather", "time")
@@ -107,14 +109,7 @@ def result_sample(rng: random.Random, split: Split) -> Sample:
     )
 
 
-_RESULT_KEYS = words.listed(
-    """
-    weather wind rain sky time date price total amount name city title status state value number
-    count size speed color length level code text message answer reply place day hour score owner
-    address user_name file_size total_count max_value stock_price next_day phone temperature temp
-    result hits
-    """
-)
+_RESULT_KEYS: list[str] = load("composed_tools")["result_keys"].split()
 
 
 def _unknown_result(rng: random.Random, known: set[str]) -> tuple[str, str, tuple[str, ...]]:

@@ -8,23 +8,16 @@ from collections.abc import Sequence
 
 from whalepod.tools.tiny.data import words
 from whalepod.tools.tiny.data.passages import TEXT_OPENINGS, draw_fact, told_passage
-from whalepod.tools.tiny.data.phrasing import opened, varied
-from whalepod.tools.tiny.data.sample import Expected, Patterns, Sample, Split, user
+from whalepod.tools.tiny.data.phrasing import opened, patterns
+from whalepod.tools.tiny.data.sample import Expected, Sample, Split, user
+from whalepod.tools.tiny.data.tables import load
 
-_COPY = varied(
-    (
-        "Repeat: {x}", "Repeat after me: {x}", "Say this: {x}", "Copy this line:\n{x}", "Echo {x}",
-        "Please repeat the text.\n{x}", "Now you: {x}", "Once more: {x}", "Your line: {x}",
-        'do> write "{x}"', 'do> say "{x}"', 'do> repeat "{x}"', 'do> echo "{x}"', 'do> copy "{x}"',
-        'do> repeat the words "{x}"', "say> repeat: {x}", "say> say: {x}", "say> write: {x}",
-        "say> copy: {x}", "say> repeat after me: {x}", "say> repeat these words: {x}",
-        "say> write this down: {x}", "say> copy this line:\n{x}", "say> repeat the line:\n{x}",
-        "say> print {x}", "say> answer only: {x}", "say> give this back: {x}",
-        "say> write the same text: {x}", "say> say only {x}", "say> repeat word for word: {x}",
-    ),
-    dev=('Repeat this: "{x}"',),
-    test=("Please say this: {x}", "Copy this text:\n{x}"),
-)  # fmt: skip
+_TABLE = load("copying")
+_COPY, _JSON_ASK, _JSON_DEEDS = (
+    patterns(_TABLE[name]) for name in ("copy", "json_ask", "json_deeds")
+)
+_JSON_KEYS: dict[str, list[str]] = _TABLE["json_keys"]
+_MORE_JSON_KEYS: dict[str, list[str]] = _TABLE["more_json_keys"]
 
 
 def copy_sample(rng: random.Random, split: Split) -> Sample:
@@ -54,32 +47,6 @@ def _line(rng: random.Random, split: Split) -> str:
     return rng.choice((" ", " ", ", ", "-")).join(parts)
 
 
-_JSON_ASK = Patterns(
-    train=("{told}\n{ask}",),
-    dev=("Write a JSON object with {keys}: {told}",),
-    test=(
-        "Extract {keys} from this text as JSON.\n\n{told}",
-        "{told}\nReturn {keys} as JSON.",
-    ),
-)
-_JSON_DEEDS = varied(
-    (
-        "do> give me {keys} as JSON", "do> write {keys} as JSON", "do> extract {keys} as JSON",
-        "do> answer in JSON with the keys {keys}", "do> return a JSON object with {keys}",
-        "do> make JSON with the fields {keys}", "do> give {keys} in JSON",
-        "do> make a JSON object of {keys}", "do> fill in JSON with the keys {keys}",
-        "do> put {keys} into JSON", "do> find {keys} and write JSON", "do> list {keys} as JSON",
-        "do> turn this into JSON with {keys}", "do> reply only with JSON: {keys}",
-        "do> collect {keys} in a JSON object", "JSON with {keys}", "JSON, keys: {keys}",
-        "what> {keys} as JSON", "what> the JSON with {keys}", "what> a JSON object with {keys}",
-        "Keys: {keys}. Answer with JSON.", "I need JSON. The keys are {keys}.",
-    ),
-    dev=("Write a JSON object with {keys}.",),
-    test=("Return {keys} as JSON.", "Extract {keys} from this text as JSON."),
-)  # fmt: skip
-"""Training joins them with the text; the whole forms above are the held-out ones."""
-
-
 def _json_question(rng: random.Random, split: Split, told: str, keys: str) -> str:
     if split != "train":
         return _JSON_ASK.pick(rng, split).format(told=told, keys=keys)
@@ -88,31 +55,6 @@ def _json_question(rng: random.Random, split: Split, told: str, keys: str) -> st
     if rng.random() < 0.35:
         first, second = second.rstrip(".") + rng.choice((":", ".", ".\n\n", "\n")), told
     return first + rng.choice((" ", "\n", "\n\n")) + second
-
-
-_JSON_KEYS = {
-    "city": ("city", "town", "home"),
-    "job": ("job", "work"),
-    "food": ("food", "favorite_food"),
-    "count": ("count", "number"),
-    "day": ("day", "travel_day"),
-    "code": ("code",),
-}
-
-
-_MORE_JSON_KEYS = {
-    "birthplace": ("birthplace", "origin", "born_in"),
-    "age": ("age", "years"),
-    "friend": ("friend", "best_friend"),
-    "sister": ("sister",),
-    "room": ("room", "room_number"),
-    "phone": ("phone", "phone_number"),
-    "points": ("points", "score"),
-    "language": ("language", "speaks"),
-    "lost": ("lost", "lost_item"),
-    "drink": ("drink",),
-    "secret": ("word", "secret"),
-}
 
 
 def _json_key(rng: random.Random, split: Split, spelled: Sequence[str]) -> str:

@@ -6,41 +6,12 @@ import itertools
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from whalepod.tools.tiny.data import words
-from whalepod.tools.tiny.data.phrasing import opened, varied
+from whalepod.tools.tiny.data.phrasing import opened, patterns
 from whalepod.tools.tiny.data.sample import Expected, Patterns, Sample, Split, sloppy, user
-
-_CAPITALS = {
-    "France": "Paris", "Italy": "Rome", "Norway": "Oslo", "Germany": "Berlin", "Spain": "Madrid",
-    "England": "London", "Japan": "Tokyo", "Austria": "Vienna", "Greece": "Athens",
-    "Portugal": "Lisbon", "Ireland": "Dublin", "Poland": "Warsaw", "Egypt": "Cairo",
-    "India": "Delhi", "Peru": "Lima", "Korea": "Seoul", "China": "Beijing", "Russia": "Moscow",
-    "Switzerland": "Bern", "Latvia": "Riga", "Estonia": "Tallinn", "Finland": "Helsinki",
-    "Sweden": "Stockholm", "Denmark": "Copenhagen", "Belgium": "Brussels", "Kenya": "Nairobi",
-    "Cuba": "Havana", "Turkey": "Ankara", "Hungary": "Budapest", "Colombia": "Bogota",
-}  # fmt: skip
-_OPPOSITES = {
-    "hot": "cold", "big": "small", "old": "new", "up": "down", "day": "night", "fast": "slow",
-    "wet": "dry", "open": "closed", "good": "bad", "high": "low", "light": "dark", "yes": "no",
-}  # fmt: skip
-_SOUNDS = {
-    "dog": "barks", "cat": "meows", "cow": "moos", "duck": "quacks", "horse": "neighs",
-    "whale": "sings", "lion": "roars", "bird": "sings", "frog": "croaks", "bee": "hums",
-}  # fmt: skip
-_COLORS = {
-    "the sky": "blue", "grass": "green", "snow": "white", "blood": "red", "the sun": "yellow",
-    "coal": "black", "a banana": "yellow", "milk": "white", "a leaf": "green", "the sea": "blue",
-}  # fmt: skip
-_MONTHS = words.listed(
-    """
-    January February March April May June July August September October November December
-    """
-)
-
-_AFTER = {
-    first: second for order in (words.DAYS, _MONTHS) for first, second in itertools.pairwise(order)
-}
+from whalepod.tools.tiny.data.tables import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,121 +24,21 @@ class _Topic:
     answer: str
 
 
-TOPICS = (
-    _Topic(
-        0.45,
-        _CAPITALS,
-        varied(
-            (
-                "What is the capital of {k}?",
-                "Capital of {k}?",
-                "Which city is the capital of {k}?",
-                "What's the capital of {k}?",
-                "The capital of {k} is",
-                "{k} has which capital?",
-                "What city is the capital of {k}?",
-                "Which capital does {k} have?",
-                "what> the capital of {k}",
-                "what> the capital city of {k}",
-                "what> {k}'s capital",
-                "what> the main city of {k}",
-                "if> which city is the capital of {k}",
-                "if> what the capital of {k} is",
-                "if> what capital {k} has",
-            ),
-            dev=("What is the capital city of {k}?",),
-            test=("Which city is {k}'s capital?", "Please name the capital of {k}."),
-        ),
-        "The capital of {k} is {v}.",
-    ),
-    _Topic(
-        0.1,
-        _OPPOSITES | {value: key for key, value in _OPPOSITES.items()},
-        varied(
-            (
-                "What is the opposite of {k}?",
-                "Opposite of {k}?",
-                "What is the contrary of {k}?",
-                "{k} is the opposite of what?",
-                "what> the opposite of {k}",
-                "what> the opposite word of {k}",
-                "if> what the opposite of {k} is",
-            ),
-            dev=("Tell me the opposite of {k}.",),
-            test=("Do you know the opposite of {k}?",),
-        ),
-        "The opposite of {k} is {v}.",
-    ),
-    _Topic(
-        0.1,
-        _SOUNDS,
-        varied(
-            (
-                "What sound does a {k} make?",
-                "How does a {k} sound?",
-                "What does a {k} say?",
-                "A {k} makes what sound?",
-                "How does a {k} go?",
-                "what> the sound of a {k}",
-                "if> how a {k} sounds",
-                "if> what a {k} says",
-            ),
-            dev=("Which sound does a {k} make?",),
-            test=("Tell me what sound a {k} makes.",),
-        ),
-        "A {k} {v}.",
-    ),
-    _Topic(
-        0.1,
-        _COLORS,
-        varied(
-            (
-                "What color is {k}?",
-                "Which color does {k} have?",
-                "What is the color of {k}?",
-                "{k} has which color?",
-                "What color does {k} have?",
-                "what> the color of {k}",
-                "if> what color {k} has",
-                "if> which color {k} has",
-            ),
-            dev=("Which color is {k}?",),
-            test=("Tell me the color of {k}.",),
-        ),
-        "{K} is {v}.",
-    ),
-    _Topic(
-        0.15,
-        _AFTER,
-        varied(
-            (
-                "What comes after {k}?",
-                "Which one comes after {k}?",
-                "What follows {k}?",
-                "{k} comes before what?",
-                "After {k} comes what?",
-                "What do we have after {k}?",
-                "if> what follows {k}",
-                "if> what is after {k}",
-                "if> which one follows {k}",
-            ),
-            dev=("Tell me what comes after {k}.",),
-            test=("What is next after {k}?",),
-        ),
-        "After {k} comes {v}.",
-    ),
-)
+def _values(name: str, table: Mapping[str, Any]) -> dict[str, str]:
+    if name == "order":
+        orders = (words.DAYS, words.LISTS["months"])
+        return {first: second for order in orders for first, second in itertools.pairwise(order)}
+    values: dict[str, str] = table["values"]
+    if name == "opposites":
+        return values | {value: key for key, value in values.items()}
+    return values
 
-_COUNT = varied(
-    (
-        "Count from {k}.",
-        "do> count from {k}",
-        "do> count the numbers from {k}",
-        "do> write the numbers from {k}",
-        "what> the numbers from {k}",
-    ),
-    dev=("Count for me from {k}.",),
-    test=("Count up from {k}.",),
+
+_TABLES = load("facts")
+_COUNT = patterns(_TABLES.pop("count")["asked"])
+TOPICS = tuple(
+    _Topic(table["share"], _values(name, table), patterns(table["asked"]), table["answer"])
+    for name, table in _TABLES.items()
 )
 
 

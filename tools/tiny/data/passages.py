@@ -7,38 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whalepod.tools.tiny.data import words
-from whalepod.tools.tiny.data.more_relations import MORE_RELATIONS
-from whalepod.tools.tiny.data.relations import RELATIONS, Relation
+from whalepod.tools.tiny.data.phrasing import patterns
+from whalepod.tools.tiny.data.relations import ALL_RELATIONS, RELATIONS, Relation
 from whalepod.tools.tiny.data.sample import (
     Expected,
     Message,
-    Patterns,
     Sample,
     Split,
     assistant,
     spoken,
     user,
 )
+from whalepod.tools.tiny.data.tables import load
 
 UNKNOWN = "The text does not say."
 
 
-TEXT_OPENINGS = (
-    "", "", "", "", "", "Text: ", "Passage: ", "Context:\n", "Context: ", "Here is a passage.\n",
-    "Read the text and answer the question.\n\n", "Use the text to answer. ", "Read:\n",
-    "Story: ", "News: ", "Look at this. ", "I read this: ", "Notes:\n", "Facts: ", "Given: ",
-    "Read carefully. ", "Here are some facts.\n", "This is known: ", "A short story:\n",
-    "Below is a text.\n\n", "Read the following. ", "Information:\n", "I was told: ",
-    "Answer the question about the text.\n", "### Text\n", "My friend wrote: ", "Source: ",
-)  # fmt: skip
-_JOINTS = ("\n\n", "\n\n", "\n", "\n", " ", " ")
-_QUESTION_OPENINGS = (
-    "", "", "", "", "", "", "Question: ", "Question:\n", "Q: ", "Now tell me: ", "My question: ",
-    "Please answer: ", "Here is the question. ", "Based on the text: ", "And now: ", "Tell me: ",
-    "What I ask: ", "So, ", "### Question\n", "From this text: ", "I want to know this: ", "OK. ",
-    "Now the question: ", "Answer this: ", "Think well. ", "Say in one sentence: ", "Well, ",
-)  # fmt: skip
-_ENDINGS = ("", "", "", "", "", "", "", "", "\nAnswer:", "\nA:", " Thanks!", " Please.")
+_TABLE = load("passages")
+TEXT_OPENINGS: list[str] = _TABLE["text_openings"]
+_FRAMES = patterns(_TABLE["frames"])
+_VERBS: list[str] = _TABLE["verbs"].split()
 
 
 def _framed(rng: random.Random, split: Split, text: str, question: str) -> str:
@@ -48,79 +36,16 @@ def _framed(rng: random.Random, split: Split, text: str, question: str) -> str:
     held_out = [spoken(frame) for frame in (*_FRAMES.dev, *_FRAMES.test)]
     while True:
         first = rng.choice(TEXT_OPENINGS) + "{text}"
-        second = rng.choice(_QUESTION_OPENINGS) + "{q}"
+        second = rng.choice(_TABLE["question_openings"]) + "{q}"
         if rng.random() < 0.15:
             first, second = second, first
-        frame = first + rng.choice(_JOINTS) + second
+        frame: str = first + rng.choice(_TABLE["joints"]) + second
         if frame.endswith("{q}"):
-            frame += rng.choice(_ENDINGS)
+            frame += rng.choice(_TABLE["endings"])
         if not any(other in spoken(frame) for other in held_out):
             return frame.format(text=text, q=question)
 
 
-_FRAMES = Patterns(
-    train=("{text}\n\n{q}",),
-    dev=("Here is a text: {text}\n\nQuestion: {q}",),
-    test=(
-        "Read this passage.\n\n{text}\n\nQuestion: {q}",
-        "Use this passage to answer the question.\n{text}\n\n{q}",
-        "Passage:\n{text}\n\nNow answer this question: {q}",
-    ),
-)
-
-_TOLD_OPENINGS = (
-    "I heard that ", "They say that ", "It is true that ", "We know that ", "Everyone knows that ",
-    "I know that ", "You should know that ", "My friend says that ", "It seems that ", "Now ",
-    "Today ", "And ", "Also, ", "Besides, ", "Then ", "By the way, ", "In fact, ", "Of course, ",
-    "This year ", "It is said that ", "I was told that ",
-)  # fmt: skip
-"""In front of a training sentence now and then."""
-_MORE_FILLERS = (
-    "The bus came at noon.", "A bird sang in a tree.", "The coffee was cold.", "It was a nice day.",
-    "The door was open.", "Everybody was happy.", "The moon was out.", "Snow fell all night.",
-    "The music was loud.", "Two boats lay in the harbor.", "The soup was good.", "Nothing is new.",
-    "The shop was closed.", "A dog ran over the road.", "The clock stood still.", "It was late.",
-    "The lights went out.", "We all laughed.", "Time goes by.", "The garden is green.",
-    "The letter was lost.", "I like this place.", "Nobody knows why.", "That was long ago.",
-    "The water was cold.", "There was a lot to do.", "It got dark early.", "Winter is near.",
-)  # fmt: skip
-_DRINKS = ("tea", "coffee", "milk", "water", "wine", "juice", "beer", "cocoa")
-_SPORTS = ("chess", "tennis", "football", "cards", "golf", "piano", "guitar", "hockey", "darts")
-
-_FILLERS = (
-    "It was a quiet day.",
-    "The sun was warm.",
-    "Many people were in the market.",
-    "The train was late again.",
-    "It rained in the morning.",
-    "Nobody said a word.",
-    "The streets were full.",
-    "Later the wind came up.",
-)
-
-
-OPAQUE_CORES: dict[str, Sequence[str]] = {
-    "city": ("{n} {w} in {v}", "{n} {w} {v}", "in {v} {w} {n}", "the {o} of {n} is {v}"),
-    "job": ("{n} {w} as a {v}", "{n} {w} a {v}", "as a {v} {w} {n}", "{n}, a {v}, {w}"),
-    "food": ("{n} {w} {v}", "{n} {w} {o} {v}", "{v} {w} {n}", "{n} {w} {o} and {v}"),
-    "color": ("{n} {w} a {v} {t}", "a {v} {t} {w} {n}", "the {v} {t} {w} {n}", "{n} {w} {v} {t}"),
-    "count": ("{n} {w} {v} {ts}", "{v} {ts} {w} {n}", "{n} {w} with {v} {ts}"),
-    "pet": ("{n} {w} a {p} {o} {v}", "{n} {w} the {p} {v}", "the {o} of {n}'s {p} {w} {v}"),
-    "day": ("{n} {w} on {v}", "{n} {w} {o} on {v}", "on {v} {w} {n}", "{n}'s {o} {w} on {v}"),
-    "code": ("{n} {w} the code {v}", "{n} {w} {v}", "the code {v} {w} {n}", "{v} {w} {n}"),
-}
-_VERBS = words.listed(
-    """
-    sees holds seeks knows asks gives sings reads writes draws says picks drops sends needs hides
-    calls cleans counts shows shares wins chooses names meets feels pulls brings hears marks looks
-    hopes turns stays waits chose sold held met took saw made drew got gave knew felt is was has
-    """
-)
-_TAILS = (
-    "", "", "", "", " today", " again", " at last", " with joy", " in the evening", " so far",
-    " too", " and smiles", " every week", " above all", " at the moment", " without a word",
-    " like before", " more than ever", " all the time", " this month",
-)  # fmt: skip
 _OPAQUE_SHARE = 0.15
 
 
@@ -131,8 +56,8 @@ def opaque_form(rng: random.Random, relation: str) -> str:
         coined = words.made_up_word(rng, rng.choice((1, 2))) + rng.choice(("s", "s", "ed", ""))
         verb = coined if rng.random() < 0.6 else rng.choice(_VERBS)
         other = rng.choice((words.made_up_word(rng), "own", "big", "new", "good", "old", "first"))
-        core = rng.choice(OPAQUE_CORES[relation]).replace("{w}", verb).replace("{o}", other)
-        form = core + rng.choice(_TAILS) + "."
+        core = rng.choice(ALL_RELATIONS[relation].opaque).replace("{w}", verb).replace("{o}", other)
+        form: str = core + rng.choice(_TABLE["tails"]) + "."
         form = form if form[0] == "{" else form[0].upper() + form[1:]
         if not any(spoken(held) in spoken(form) for held in (*told.dev, *told.test)):
             return form
@@ -149,10 +74,10 @@ class _Fact:
 
     def told(self, rng: random.Random, split: Split) -> str:
         form = self.form.told.pick(rng, split)
-        if split == "train" and self.relation in OPAQUE_CORES and rng.random() < _OPAQUE_SHARE:
+        if split == "train" and self.form.opaque and rng.random() < _OPAQUE_SHARE:
             form = opaque_form(rng, self.relation)
         elif split == "train" and form.startswith(("{n}", "{v}")) and rng.random() < 0.06:
-            form = rng.choice(_TOLD_OPENINGS) + form
+            form = rng.choice(_TABLE["told_openings"]) + form
             if any(
                 spoken(other) in spoken(form)
                 for other in (*self.form.told.dev, *self.form.told.test)
@@ -167,9 +92,6 @@ class _Fact:
         return self.form.answer.format(**self.slots)
 
 
-ALL_RELATIONS = RELATIONS | {name: relation for name, (_, relation) in MORE_RELATIONS.items()}
-
-
 _MORE_SHARE = 0.35
 
 
@@ -179,57 +101,9 @@ def _relations(rng: random.Random, split: Split) -> list[str]:
     return sorted(ALL_RELATIONS if more else RELATIONS)
 
 
-def _value(rng: random.Random, split: Split, relation: str) -> str:
-    if relation in MORE_RELATIONS:
-        return _more_value(rng, split, MORE_RELATIONS[relation][0])
-    match relation:
-        case "city":
-            return words.city(rng, split)
-        case "job":
-            return rng.choice(words.JOBS)
-        case "food":
-            return rng.choice(words.FOODS)
-        case "color":
-            return rng.choice(words.COLORS)
-        case "count":
-            return str(rng.randint(2, 99))
-        case "pet":
-            return words.name(rng, split)
-        case "day":
-            return rng.choice(words.DAYS)
-        case _:
-            return str(rng.randint(100, 9999))
-
-
-def _more_value(rng: random.Random, split: Split, values: str) -> str:
-    match values:
-        case "place":
-            return words.city(rng, split)
-        case "name":
-            return words.name(rng, split)
-        case "years":
-            return str(rng.randint(3, 99))
-        case "number":
-            return str(rng.randint(2, 9999))
-        case "word":
-            return words.made_up_word(rng, rng.choice((1, 2, 3)))
-        case _:
-            return rng.choice(_LISTED_VALUES[values])
-
-
-_LISTED_VALUES: dict[str, Sequence[str]] = {
-    "thing": words.THINGS,
-    "spot": words.PLACES,
-    "language": words.LANGUAGES,
-    "day": words.DAYS,
-    "drink": _DRINKS,
-    "sport": _SPORTS,
-}
-
-
 def draw_fact(rng: random.Random, split: Split, relation: str, owner: str) -> _Fact:
     thing = rng.choice(words.THINGS)
-    slots = {"n": owner, "v": _value(rng, split, relation), "t": thing}
+    slots = {"n": owner, "v": str(ALL_RELATIONS[relation].draw(rng, split)), "t": thing}
     slots |= {"ts": words.plural(thing), "p": rng.choice(words.ANIMALS)}
     return _Fact(relation, slots)
 
@@ -265,7 +139,8 @@ def told_passage(rng: random.Random, split: Split, facts: list[_Fact], num_fille
 
 
 def _fillers(split: Split) -> Sequence[str]:
-    return (*_FILLERS, *_MORE_FILLERS) if split == "train" else _FILLERS
+    fillers: list[str] = _TABLE["fillers"]
+    return fillers + _TABLE["more_fillers"] if split == "train" else fillers
 
 
 def passage_sample(rng: random.Random, split: Split) -> Sample:

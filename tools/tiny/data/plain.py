@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from whalepod.tools.tiny.data import words
 from whalepod.tools.tiny.data.sample import Expected, Sample, Split, sloppy, user
+from whalepod.tools.tiny.data.tables import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,85 +18,10 @@ class Plain:
     asked: tuple[tuple[str, str], ...]
 
 
-PLAIN = (
-    Plain(
-        (
-            "{n} has a {p} called {m}.", "{n} has a {p} named {m}.", "{n} has a {p}, {m}.",
-            "{n}'s {p} is called {m}.", "My friend {n} has a {p} called {m}.",
-        ),
-        (
-            ("What is the {p} called?", "{n}'s {p} is called {m}."),
-            ("What is the {p}'s name?", "{n}'s {p} is called {m}."),
-            ("What is the name of the {p}?", "{n}'s {p} is called {m}."),
-            ("What is {n}'s {p} called?", "{n}'s {p} is called {m}."),
-            ("Who has a {p}?", "{n} has a {p}."),
-            ("Who has a {p} called {m}?", "{n} has a {p}."),
-            ("Which animal does {n} have?", "{n} has a {p}."),
-            ("Who is {m}?", "{n}'s {p} is called {m}."),
-        ),
-    ),
-    Plain(
-        ("{n} lives in {c}.", "My friend {n} lives in {c}.", "{n} has a house in {c}."),
-        (
-            ("Where does {n} live?", "{n} lives in {c}."),
-            ("Who lives in {c}?", "{n} lives in {c}."),
-            ("What city is it?", "{n} lives in {c}."),
-        ),
-    ),
-    Plain(
-        ("{n} is a {j}.", "{n} works as a {j}.", "My friend {n} is a {j}."),
-        (
-            ("What is the job of {n}?", "{n} is a {j}."),
-            ("What does {n} do?", "{n} is a {j}."),
-            ("Who is a {j}?", "{n} is a {j}."),
-            ("Who works as a {j}?", "{n} is a {j}."),
-        ),
-    ),
-    Plain(
-        ("{n} likes {f}.", "{n} eats {f}.", "{n} likes {f} very much."),
-        (
-            ("What does {n} like?", "{n} likes {f}."),
-            ("What does {n} eat?", "{n} likes {f}."),
-            ("Who likes {f}?", "{n} likes {f}."),
-        ),
-    ),
-    Plain(
-        ("{n} has a {k} {t}.", "The {t} of {n} is {k}.", "{n} bought a {k} {t}."),
-        (
-            ("What color is the {t}?", "{n}'s {t} is {k}."),
-            ("Which color is the {t}?", "{n}'s {t} is {k}."),
-            ("What is {k}?", "{n}'s {t} is {k}."),
-            ("Who has a {k} {t}?", "{n} has a {k} {t}."),
-            ("Who has a {t}?", "{n} has a {k} {t}."),
-        ),
-    ),
-    Plain(
-        ("{n} has {d} {ts}.", "{n} owns {d} {ts}.", "{n} got {d} {ts}."),
-        (
-            ("How many {ts} does {n} have?", "{n} has {d} {ts}."),
-            ("How many {ts} are there?", "{n} has {d} {ts}."),
-            ("Who has {d} {ts}?", "{n} has {d} {ts}."),
-        ),
-    ),
-    Plain(
-        ("{n} travels on {w}.", "{n} leaves on {w}.", "The trip of {n} is on {w}."),
-        (
-            ("When does {n} travel?", "{n} travels on {w}."),
-            ("Who travels on {w}?", "{n} travels on {w}."),
-            ("On which day is the trip?", "{n} travels on {w}."),
-        ),
-    ),
-    Plain(
-        ("The code of {n} is {d}.", "{n} has code {d}.", "{n}'s code is {d}."),
-        (
-            ("What is the code?", "The code of {n} is {d}."),
-            ("What is the code of {n}?", "The code of {n} is {d}."),
-            ("Whose code is {d}?", "The code of {n} is {d}."),
-        ),
-    ),
-)  # fmt: skip
-"""{n} a name, {m} another, {p} animal, {c} city, {j} job, {f} food, {k} color, {t} thing,
-{d} number, {w} weekday."""
+PLAIN = tuple(
+    Plain(tuple(table["told"]), tuple((asked, answer) for asked, answer in table["asked"]))
+    for table in load("plain").values()
+)
 
 
 def plain_sample(rng: random.Random, split: Split) -> Sample:

@@ -1,11 +1,15 @@
-"""The kinds of facts that passages tell about people: how each is told, asked and answered."""
+"""The kinds of facts that passages tell about people (`relations.toml`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from whalepod.tools.tiny.data.phrasing import varied
+from whalepod.tools.tiny.data.draws import Draw, draw
+from whalepod.tools.tiny.data.phrasing import patterns
 from whalepod.tools.tiny.data.sample import Patterns
+from whalepod.tools.tiny.data.tables import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,348 +19,22 @@ class Relation:
     told: Patterns
     asked: Patterns
     answer: str
+    draw: Draw
+    opaque: tuple[str, ...]
+    """Sentences whose verb says nothing."""
 
 
-RELATIONS = {
-    "city": Relation(
-        told=varied(
-            (
-                "{n} lives in {v}.",
-                "{n} has a flat in {v}.",
-                "The home of {n} is in {v}.",
-                "{n} moved to {v} and stayed there.",
-                "In {v} lives {n}.",
-                "{n} is at home in {v}.",
-                "{n} went to live in {v}.",
-                "{n} has a house in {v}.",
-                "{n} lives near the center of {v}.",
-                "The city where {n} lives is {v}.",
-                "{n} came to {v} and lives there now.",
-                "{n} has lived in {v} for years.",
-                "{n} rents a room in {v}.",
-                "You find {n} in {v}, at home.",
-            ),
-            dev=("{n} now lives in {v}.",),
-            test=("{n} has a home in {v}.", "These days {n} lives in {v}."),
-        ),
-        asked=varied(
-            (
-                "Where does {n} live?",
-                "In which city does {n} live?",
-                "What city does {n} live in?",
-                "Where is the home of {n}?",
-                "Where is {n} at home?",
-                "{n} lives where?",
-                "In which place does {n} live?",
-                "Where does {n} have a flat?",
-                "what> the city where {n} lives",
-                "what> the city of {n}",
-                "what> the home of {n}",
-                "what> {n}'s city",
-                "if> where {n} lives",
-                "if> in which city {n} lives",
-                "if> where the home of {n} is",
-            ),
-            dev=("Which city does {n} live in?",),
-            test=("Tell me where {n} lives.", "What is the city where {n} lives?"),
-        ),
-        answer="{n} lives in {v}.",
-    ),
-    "job": Relation(
-        told=varied(
-            (
-                "{n} works as a {v}.",
-                "{n} is a {v}.",
-                "{n} earns money as a {v}.",
-                "{n} became a {v} last year.",
-                "The work of {n} is that of a {v}.",
-                "{n} is a good {v}.",
-                "{n} is the {v} here.",
-                "The job of {n} is {v}.",
-                "As a {v}, {n} works a lot.",
-                "{n} learned to be a {v}.",
-                "{n} is a young {v}.",
-                "{n} has a job as a {v}.",
-                "People know {n} as a {v}.",
-                "{n} found work as a {v}.",
-            ),
-            dev=("{n} has worked as a {v} for years.",),
-            test=("{n} works in town as a {v}.", "{n} is happy as a {v}."),
-        ),
-        asked=varied(
-            (
-                "What is the job of {n}?",
-                "What does {n} do for work?",
-                "What is {n}'s job?",
-                "What does {n} work as?",
-                "Which job does {n} have?",
-                "As what does {n} work?",
-                "How does {n} earn money?",
-                "What does {n} do?",
-                "{n} has which job?",
-                "what> the job of {n}",
-                "what> {n}'s job",
-                "what> the work of {n}",
-                "what> {n}'s work",
-                "if> what {n} does for work",
-                "if> what job {n} has",
-                "if> which job {n} has",
-                "if> what {n} works as",
-            ),
-            dev=("What job does {n} have?",),
-            test=("Tell me the job of {n}.", "Which work does {n} do?"),
-        ),
-        answer="{n} is a {v}.",
-    ),
-    "food": Relation(
-        told=varied(
-            (
-                "{n} likes {v}.",
-                "{n} eats {v} every day.",
-                "The favorite food of {n} is {v}.",
-                "{n} always orders {v}.",
-                "{n} likes {v} best.",
-                "{n} wants {v} for dinner.",
-                "{n} eats a lot of {v}.",
-                "What {n} likes is {v}.",
-                "{n} cannot live without {v}.",
-                "{n} is fond of {v}.",
-                "{n} asked for {v} again.",
-                "No food is better than {v} for {n}.",
-                "{n} buys {v} at the market.",
-                "{n} enjoys {v}.",
-            ),
-            dev=("{n} loves {v} most.",),
-            test=("{n} likes to eat {v}.", "Every day {n} orders {v}."),
-        ),
-        asked=varied(
-            (
-                "What does {n} like to eat?",
-                "What is {n}'s favorite food?",
-                "Which food does {n} like?",
-                "What food does {n} like?",
-                "What does {n} like?",
-                "What does {n} eat?",
-                "Which food does {n} want?",
-                "{n} likes which food?",
-                "What should I cook for {n}?",
-                "what> the favorite food of {n}",
-                "what> {n}'s favorite food",
-                "what> the food that {n} likes",
-                "if> what {n} likes to eat",
-                "if> which food {n} likes",
-                "if> what {n} eats",
-                "if> what food {n} likes",
-            ),
-            dev=("What is the favorite food of {n}?",),
-            test=("Tell me which food {n} likes.", "What does {n} like to order?"),
-        ),
-        answer="{n} likes {v}.",
-    ),
-    "color": Relation(
-        told=varied(
-            (
-                "{n} has a {v} {t}.",
-                "The {t} of {n} is {v}.",
-                "{n} bought a {v} {t}.",
-                "{n}'s {t} is {v}.",
-                "{n} got a {v} {t}.",
-                "{n} uses a {v} {t}.",
-                "{n} painted the {t} {v}.",
-                "{n} took the {v} {t}.",
-                "A {v} {t} belongs to {n}.",
-                "The {v} {t} is {n}'s.",
-                "{n} wants a {v} {t} and got it.",
-                "{n} keeps a {v} {t} at home.",
-                "{n} came with a {v} {t}.",
-            ),
-            dev=("{n} owns a {v} {t}.",),
-            test=("{n} carries a {v} {t}.", "{n} found a {v} {t} last year."),
-        ),
-        asked=varied(
-            (
-                "What color is {n}'s {t}?",
-                "What is the color of {n}'s {t}?",
-                "Which color does the {t} of {n} have?",
-                "What color is the {t} of {n}?",
-                "Which color is the {t} of {n}?",
-                "{n}'s {t} has which color?",
-                "Of which color is {n}'s {t}?",
-                "Is {n}'s {t} red or blue or what?",
-                "what> the color of {n}'s {t}",
-                "what> the color of the {t} of {n}",
-                "if> what color {n}'s {t} is",
-                "if> which color {n}'s {t} has",
-                "if> what color the {t} of {n} has",
-            ),
-            dev=("Which color is {n}'s {t}?",),
-            test=("Tell me the color of {n}'s {t}.", "What color does {n}'s {t} have?"),
-        ),
-        answer="{n}'s {t} is {v}.",
-    ),
-    "count": Relation(
-        told=varied(
-            (
-                "{n} has {v} {ts}.",
-                "{n} owns {v} {ts}.",
-                "{n} keeps {v} {ts} at home.",
-                "In a box {n} has {v} {ts}.",
-                "{n} got {v} {ts}.",
-                "{n} has a box with {v} {ts}.",
-                "{n} counts {v} {ts}.",
-                "There are {v} {ts} in the bag of {n}.",
-                "{v} {ts} belong to {n}.",
-                "{n} put {v} {ts} in a box.",
-                "{n} takes {v} {ts} along.",
-                "{n} made {v} {ts}.",
-                "{n} stores {v} {ts}.",
-            ),
-            dev=("{n} bought {v} {ts}.",),
-            test=("At home {n} has {v} {ts}.", "{n} found {v} {ts}."),
-        ),
-        asked=varied(
-            (
-                "How many {ts} does {n} have?",
-                "How many {ts} does {n} own?",
-                "What number of {ts} does {n} have?",
-                "Say how many {ts} {n} has.",
-                "How many {ts} has {n}?",
-                "{n} has how many {ts}?",
-                "How many {ts} belong to {n}?",
-                "How many are the {ts} of {n}?",
-                "what> the number of {ts} that {n} has",
-                "what> the number of {n}'s {ts}",
-                "if> how many {ts} {n} has",
-                "if> how many {ts} {n} owns",
-                "if> how many {ts} belong to {n}",
-            ),
-            dev=("How many {ts} are {n}'s?",),
-            test=("Tell me how many {ts} {n} has.", "How many {ts} does {n} keep?"),
-        ),
-        answer="{n} has {v} {ts}.",
-    ),
-    "pet": Relation(
-        told=varied(
-            (
-                "{n} has a {p} called {v}.",
-                "{n}'s {p} is called {v}.",
-                "The {p} of {n} is named {v}.",
-                "{n} walks with a {p} named {v}.",
-                "{n} calls the {p} {v}.",
-                "{n} gave the {p} the name {v}.",
-                "{n} got a {p} and called it {v}.",
-                "{n} loves a {p} named {v}.",
-                "{v} is the {p} of {n}.",
-                "{n} feeds a {p}, {v}.",
-                "{n}'s {p} is {v}.",
-                "{n} plays with the {p} {v}.",
-            ),
-            dev=("{n} owns a {p} named {v}.",),
-            test=("{n} lives with a {p} called {v}.", "The name of {n}'s {p} is {v}."),
-        ),
-        asked=varied(
-            (
-                "What is the name of {n}'s {p}?",
-                "What is {n}'s {p} called?",
-                "How is the {p} of {n} called?",
-                "What name does {n}'s {p} have?",
-                "Which name does {n}'s {p} have?",
-                "How does {n} call the {p}?",
-                "{n} has a {p}. What is its name?",
-                "Who is {n}'s {p}?",
-                "what> the name of {n}'s {p}",
-                "what> the name of the {p} of {n}",
-                "if> what {n}'s {p} is called",
-                "if> how {n} calls the {p}",
-                "if> what the {p} of {n} is called",
-            ),
-            dev=("What is the {p} of {n} called?",),
-            test=("Tell me the name of {n}'s {p}.", "Which name does the {p} of {n} have?"),
-        ),
-        answer="{n}'s {p} is called {v}.",
-    ),
-    "day": Relation(
-        told=varied(
-            (
-                "{n} travels on {v}.",
-                "{n} leaves on {v}.",
-                "On {v} {n} takes the train.",
-                "The trip of {n} starts on {v}.",
-                "{n} goes away on {v}.",
-                "{n} will leave on {v}.",
-                "{n} has a ticket for {v}.",
-                "{n} wants to travel on {v}.",
-                "{n}'s trip is on {v}.",
-                "{n} takes the bus on {v}.",
-                "The train of {n} leaves on {v}.",
-                "{n} is to leave on {v}.",
-            ),
-            dev=("{n} starts the trip on {v}.",),
-            test=("On {v} {n} travels.", "{n} takes the train on {v}."),
-        ),
-        asked=varied(
-            (
-                "When does {n} travel?",
-                "On which day does {n} travel?",
-                "What day does {n} leave?",
-                "When does the trip of {n} start?",
-                "When does {n} leave?",
-                "On which day does {n} leave?",
-                "{n} travels when?",
-                "Which day does {n} leave?",
-                "When is {n}'s trip?",
-                "When will {n} go away?",
-                "what> the day when {n} travels",
-                "what> the day of {n}'s trip",
-                "what> the travel day of {n}",
-                "if> when {n} travels",
-                "if> on which day {n} travels",
-                "if> when {n} leaves",
-                "if> what day {n} leaves",
-            ),
-            dev=("Which day does {n} travel?",),
-            test=("Tell me when {n} travels.", "On what day does {n} leave?"),
-        ),
-        answer="{n} travels on {v}.",
-    ),
-    "code": Relation(
-        told=varied(
-            (
-                "The code of {n} is {v}.",
-                "{n} uses the code {v}.",
-                "{n}'s code is {v}.",
-                "The number {v} is the code of {n}.",
-                "{n} got the code {v}.",
-                "{n} opens the door with the code {v}.",
-                "{n} wrote down the code {v}.",
-                "{v} is the code of {n}.",
-                "{v} is {n}'s code.",
-                "{n} was given the code {v}.",
-                "With the code {v} {n} comes in.",
-            ),
-            dev=("The code for {n} is {v}.",),
-            test=("{n} has the code {v}.", "The code that {n} uses is {v}."),
-        ),
-        asked=varied(
-            (
-                "What is the code of {n}?",
-                "Which code does {n} use?",
-                "What is {n}'s code?",
-                "Give me the code of {n}.",
-                "Which code does {n} have?",
-                "Which is the code of {n}?",
-                "{n} has which code?",
-                "With which code does {n} come in?",
-                "what> the code of {n}",
-                "what> {n}'s code",
-                "what> the code that {n} has",
-                "if> which code {n} has",
-                "if> what code {n} has",
-                "if> which code {n} uses",
-            ),
-            dev=("What code does {n} have?",),
-            test=("Tell me the code of {n}.", "What code does {n} use?"),
-        ),
-        answer="The code of {n} is {v}.",
-    ),
-}
+def _relation(table: Mapping[str, Any]) -> Relation:
+    return Relation(
+        told=patterns(table["told"]),
+        asked=patterns(table["asked"]),
+        answer=table["answer"],
+        draw=draw(table["values"]),
+        opaque=tuple(table.get("opaque", ())),
+    )
+
+
+_TABLES = load("relations")
+ALL_RELATIONS = {name: _relation(table) for name, table in _TABLES.items()}
+RELATIONS = {name: ALL_RELATIONS[name] for name in _TABLES if "training_only" not in _TABLES[name]}
+"""Those that held-out passages tell, too."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from whalepod.tools.tiny.data import calls, copying, passages, sums, words
 from whalepod.tools.tiny.data.facts import fact_sample
 from whalepod.tools.tiny.data.markup import write_calls
-from whalepod.tools.tiny.data.phrasing import varied
+from whalepod.tools.tiny.data.phrasing import patterns
 from whalepod.tools.tiny.data.sample import (
     Expected,
     Message,
@@ -19,6 +19,7 @@ from whalepod.tools.tiny.data.sample import (
     sloppy,
     user,
 )
+from whalepod.tools.tiny.data.tables import load
 from whalepod.tools.tiny.data.tool_tasks import asked_again, distinct_tasks, tool_list
 
 ABILITIES = (
@@ -27,75 +28,12 @@ ABILITIES = (
 _WHO = f"I am tiny, the small model of whalepod. {ABILITIES}"
 _CANNOT = f"I am a small model and do not know that. {ABILITIES}"
 
-_GREETINGS = Patterns(
-    train=(
-        "Hello", "Hello!", "Hi", "Hello, how do you do?", "Hi tiny, how are you?", "Hey you!",
-        "Hello, nice to meet you.", "Hi, I am new here.", "Good afternoon!", "Hello again!",
-        "Hi, are you well?", "Is anybody there?", "Greetings!", "How do you do?", "Hello my friend",
-        "Hi everyone!", "What's up?", "How are things?", "How is your day?", "Hello, good evening!",
-        "Hi!", "Hey", "Hi there", "Good morning", "Good evening!", "Hello there!",
-        "Hello, how are you?", "How are you?", "Hey, how are you today?", "Hi tiny!", "Hello tiny",
-        "Good day", "Hello, world!", "Hey there!", "Are you there?", "Hi, how is it going?",
-    ),
-    dev=("Hi, how are you?",),
-    test=("Hello, good morning!", "Hey tiny, how are you?", "Hi! Good day!"),
-)  # fmt: skip
-_WHO_ASKED = Patterns(
-    train=(
-        "Who are you?", "What are you?", "Hello, who are you?", "Hi, what is your name?",
-        "Can you tell me who you are?", "Say your name.", "Do you have a name?", "Are you a model?",
-        "I want to know who you are.", "Good morning, who are you?", "What can I ask you?",
-        "Hey, what can you do?", "What are you good at?", "Are you a human?", "Please help me.",
-        "Give me your name.", "What kind of model are you?", "How should I call you?",
-        "What is this?", "Can you help me?", "What are your abilities?", "Which tasks can you do?",
-        "What is your name?", "Tell me about yourself.", "What can you do?", "Introduce yourself.",
-        "What model are you?", "Which model is this?", "Who am I talking to?", "Hi! Who are you?",
-        "Help", "What do you know?", "How can you help me?", "Are you a robot?",
-        "What's your name?", "Hello! What can you do?",
-    ),
-    dev=("Tell me who you are.",),
-    test=("Hello! Tell me your name.", "Which model are you?", "Who is this?"),
-)  # fmt: skip
-_THANKS = Patterns(
-    train=(
-        "Thanks",
-        "Many thanks!",
-        "Thank you so much!",
-        "OK, thanks.",
-        "That was good, thanks!",
-        "Perfect, thank you.",
-        "Well done!",
-        "Good answer.",
-        "Thank you!",
-        "Thank you very much.",
-        "Thanks a lot!",
-        "Great, thanks!",
-        "Nice.",
-    ),
-    dev=("Thanks, tiny!",),
-    test=("Thank you, tiny.", "Great, thank you!"),
+_TABLE = load("talk")
+_GREETINGS, _WHO_ASKED, _THANKS, _BYES, _OUTSIDE, _STORY_ASK = (
+    patterns(_TABLE[name]) for name in ("greetings", "who", "thanks", "byes", "outside", "story")
 )
-_BYES = Patterns(
-    train=("Bye", "Goodbye!", "See you later.", "Good night", "Bye bye!", "I have to go."),
-    dev=("See you!",),
-    test=("Bye, tiny!", "Good night, see you."),
-)
-_OUTSIDE = Patterns(
-    train=(
-        "Explain {x}.", "What is {x}?", "How does {x} work?", "Write a poem about {x}.",
-        "Why is {x} important?", "Give me tips about {x}.", "Tell me about {x}.",
-        "Who invented {x}?", "How do I learn {x}?", "What do you think about {x}?",
-        "Summarize the history of {x}.", "Write code for {x}.", "Can you explain {x} to me?",
-        "What is the meaning of {x}?", "Define {x}.", "How can I fix {x}?", "Is {x} good?",
-    ),
-    dev=("What is the history of {x}?",),
-    test=("Tell me how {x} works.", "Can you write about {x}?"),
-)  # fmt: skip
-_TOPICS = (
-    "physics,quantum physics,music,love,history,the moon,cooking,chess,a computer,football,gravity,"
-    "the internet,art,money,politics,my car,a recursive function,machine learning,life,biology,"
-    "the ocean,a fast sort,dreams,economics,democracy,light,a neural network,philosophy,Python,"
-    "the weather system,climate,a phone,time travel,good sleep,attention,experts,inference"
+_MEMORIES = tuple(
+    (item["told"], patterns(item["asked"]), item["answer"]) for item in _TABLE["memories"].values()
 )
 
 
@@ -123,7 +61,7 @@ def _said(
 
 def outside_sample(rng: random.Random, split: Split) -> Sample:
     """Ask for something beyond the closed world: the answer says what the model can do."""
-    topic = rng.choice(_TOPICS.split(","))
+    topic = rng.choice(_TABLE["topics"])
     if split == "train" and rng.random() < 0.3:
         topic = words.made_up_word(rng, rng.choice((2, 3)))
     question = sloppy(rng, _OUTSIDE.pick(rng, split).format(x=topic))
@@ -133,46 +71,6 @@ def outside_sample(rng: random.Random, split: Split) -> Sample:
         answer=_CANNOT,
         expected=Expected(contains=("small model",)),
     )
-
-
-_MEMORIES = (
-    (
-        "My name is {n}.",
-        Patterns(
-            train=("What is my name?", "Do you know my name?", "What's my name?"),
-            dev=("Say my name.",),
-            test=("Tell me my name.",),
-        ),
-        "Your name is {n}.",
-    ),
-    (
-        "I am {n}.",
-        Patterns(
-            train=("Who am I?", "Do you know who I am?"),
-            dev=("Say who I am.",),
-            test=("Tell me who I am.",),
-        ),
-        "You are {n}.",
-    ),
-    (
-        "I live in {c}.",
-        Patterns(
-            train=("Where do I live?", "In which city do I live?"),
-            dev=("Say where I live.",),
-            test=("Tell me where I live.",),
-        ),
-        "You live in {c}.",
-    ),
-    (
-        "I like {f}.",
-        Patterns(
-            train=("What do I like?", "Which food do I like?"),
-            dev=("Say what I like.",),
-            test=("Tell me what I like.",),
-        ),
-        "You like {f}.",
-    ),
-)
 
 
 def memory_sample(rng: random.Random, split: Split) -> Sample:
@@ -193,21 +91,6 @@ def memory_sample(rng: random.Random, split: Split) -> Sample:
         answer=answer.format(**about),
         expected=Expected(contains=(value,)),
     )
-
-
-_STORY_ASK = varied(
-    (
-        "Tell me a story.", "Tell me a short story.", "Tell a story about {x}.",
-        "Write a short story about {x}.", "Tell me a story about {x}.", "A story about {x}",
-        "Can you tell a story?", "A story, please.", "Do you know a story about {x}?",
-        "do> tell me a story", "do> tell me a story about {x}", "do> tell a short story about {x}",
-        "do> write a short story about {x}", "do> write a story about {x}",
-        "do> invent a story about {x}", "do> make up a story about {x}", "what> a story about {x}",
-        "what> a short story about {x}", "what> a new story", "do> tell us about {x} in a story",
-    ),
-    dev=("Please tell me a story about {x}.",),
-    test=("Could you tell a short story about {x}?", "Please write a story about {x}."),
-)  # fmt: skip
 
 
 def story_sample(rng: random.Random, split: Split) -> Sample:
@@ -336,26 +219,12 @@ def conversation_sample(rng: random.Random, split: Split) -> Sample:
     return replace(sample, messages=history + sample.messages)
 
 
-_SYSTEMS = (
-    "You are a helpful assistant.",
-    "You are a helpful assistant.",
-    "You are tiny, a small model.",
-    "Answer in one sentence.",
-    "Be brief.",
-    "You are an assistant that can call tools.",
-    "You help users with their questions.",
-    "Answer politely and briefly.",
-    "Use tools when needed.",
-    "You are an AI assistant.",
-)
-
-
 def with_system(rng: random.Random, sample: Sample) -> Sample:
     """Put a system message, sometimes two, before one sample of four."""
     if rng.random() > 0.25:
         return sample
     count = 2 if rng.random() < 0.1 else 1
     systems: list[Message] = [
-        {"role": "system", "content": text} for text in rng.sample(_SYSTEMS, count)
+        {"role": "system", "content": text} for text in rng.sample(_TABLE["systems"], count)
     ]
     return replace(sample, messages=systems + sample.messages)

@@ -9,60 +9,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whalepod.tools.tiny.data import words
-from whalepod.tools.tiny.data.more_tools import MORE_FAMILIES
-from whalepod.tools.tiny.data.phrasing import opened, varied
+from whalepod.tools.tiny.data.draws import Draw, draw
+from whalepod.tools.tiny.data.phrasing import opened, patterns
 from whalepod.tools.tiny.data.sample import Call, Patterns, Split
-from whalepod.tools.tiny.data.tool_family import Draw, Family, choice, integer
-from whalepod.tools.tiny.data.tools_that_act import ACTING
-from whalepod.tools.tiny.data.tools_that_read import READING
+from whalepod.tools.tiny.data.tables import load
+from whalepod.tools.tiny.data.tool_family import FAMILIES, MORE_FAMILIES, Family
 
-FAMILIES = READING | ACTING
 
-_VERBS = words.listed(
-    "open close check count start stop clean paint find show delete update move lock load test"
-)
-_NOUNS = words.listed(
-    """
-    door boat engine lamp garden room robot camera gate table window machine account project
-    user task
-    """
-)
-_MORE_VERBS = words.listed(
-    """
-    fix build sell wash carry turn push pull fill sort print pack empty ship call draw cut
-    scan copy reset heat cool water lift park ring block free save drop join enter leave name
-    """
-)
-_MORE_NOUNS = words.listed(
-    """
-    car train cup box book letter shop street bridge wall tower kitchen bed oven phone screen
-    server list order ticket page photo song team plan report file folder message bike bus
-    """
-)
-"""Verbs and nouns of training alone."""
-_EXTRAS: dict[str, tuple[str, Draw, str]] = {
-    "city": ("in {v}", words.city, "string"),
-    "name": ("for {v}", words.name, "string"),
-    "day": ("on {v}", choice(*words.DAYS), "string"),
-    "number": ("number {v}", integer(1, 999), "integer"),
-    "color": ("with the color {v}", choice(*words.COLORS), "string"),
-    "place": ("at the {v}", choice(*words.PLACES), "string"),
-    "speed": ("with speed {v}", integer(1, 99), "integer"),
-}
+def _extras(name: str) -> dict[str, tuple[str, Draw, str]]:
+    return {key: (form, draw(values), kind) for key, (form, values, kind) in _TABLE[name].items()}
 
-_MORE_EXTRAS: dict[str, tuple[str, Draw, str]] = {
-    "hour": ("at {v} o'clock", integer(1, 24), "integer"),
-    "minutes": ("for {v} minutes", integer(1, 99), "integer"),
-    "level": ("to level {v}", integer(1, 20), "integer"),
-    "code": ("with the code {v}", integer(100, 9999), "integer"),
-    "tool": ("with a {v}", choice(*words.THINGS), "string"),
-    "person": ("with {v}", words.name, "string"),
-    "to": ("to {v}", words.name, "string"),
-    "from": ("from {v}", words.city, "string"),
-    "count": ("{v} times", integer(2, 40), "integer"),
-    "word": ("called {v}", lambda rng, split: words.made_up_word(rng), "string"),
-}
-"""Arguments of training alone."""
+
+_TABLE = load("composed_tools")
+_VERBS, _NOUNS, _MORE_VERBS, _MORE_NOUNS, _COINED_WORDS, _OPAQUE_ARGUMENTS = (
+    _TABLE[name].split()
+    for name in ("verbs", "nouns", "more_verbs", "more_nouns", "coined", "opaque_arguments")
+)
+_COMPOSED = patterns(_TABLE["requests"])
+_EXTRAS, _MORE_EXTRAS = _extras("extras"), _extras("more_extras")
 
 
 def tool_words() -> list[str]:
@@ -76,15 +40,6 @@ def tool_words() -> list[str]:
     return sorted(set(found))
 
 
-_COINED_WORDS = words.listed(
-    """
-    please start find show give take request fetcher reader finder by of for with at now
-    one two all this user local remote global safe simple basic smart auto net web app bot
-    manager handler action func method request hub box desk center point line
-    get fetch query ask do make use call run try new fast my api tool service client helper task
-    quick main info data v2 open check
-    """
-)
 _HELD_OUT_NAMES = {
     name for family in FAMILIES.values() for name in (*family.names.dev, *family.names.test)
 }
@@ -92,7 +47,6 @@ _COINED_SHARE = 0.85
 _OPAQUE_SHARE = 0.25
 _MORE_SHARE = 0.25
 _NEAR_SHARE = 0.3
-_OPAQUE_ARGUMENTS = words.listed("value arg input x p1 arg1 param item field it data v what a1 key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,22 +165,6 @@ def _held_out_pair(verb: str, noun: str) -> Split:
     return "test" if index in (2, 9) else "dev" if index == 5 else "train"
 
 
-_COMPOSED = varied(
-    ("do> {v} the {n}{t}", "do> {v} the {n}{t}", "{V} {n}{t}", "Please {v} the {n}{t}"),
-    dev=("I want you to {v} the {n}{t}.",),
-    test=("Could you {v} the {n}{t}?", "Please {v} the {n}{t} for me."),
-)
-_COMPOSED_NAMES = (
-    "{v}_{n}",
-    "{v}_{n}",
-    "{v}_{n}",
-    "{v}_the_{n}",
-    "{n}_{v}",
-    "{v}_{n}_{x}",
-    "{x}_{v}_{n}",
-)
-
-
 def _verb_and_noun(rng: random.Random, split: Split) -> tuple[str, str]:
     if split == "train" and rng.random() < 0.35:
         return rng.choice(_VERBS + _MORE_VERBS), rng.choice(_MORE_NOUNS)
@@ -242,7 +180,8 @@ def _composed_name(rng: random.Random, split: Split, verb: str, noun: str) -> st
     if rng.random() < _OPAQUE_SHARE / 2:
         return opaque_name(rng)
     coined = rng.choice((rng.choice(_COINED_WORDS), words.made_up_word(rng)))
-    return rng.choice(_COMPOSED_NAMES).format(v=verb, n=noun, x=coined)
+    form: str = rng.choice(_TABLE["names"])
+    return form.format(v=verb, n=noun, x=coined)
 
 
 def _composed_task(rng: random.Random, split: Split, pair: tuple[str, str] | None = None) -> Task:

@@ -5,100 +5,25 @@ from __future__ import annotations
 import random
 
 from whalepod.tools.tiny.data.sample import Split
+from whalepod.tools.tiny.data.tables import load
 
 
-def listed(words: str) -> list[str]:
-    """Split a block of words at white space."""
-    return words.split()
+def _by_split(table: dict[Split, str]) -> dict[Split, list[str]]:
+    return {split: text.split() for split, text in table.items()}
 
 
-NAMES: dict[Split, list[str]] = {
-    "train": listed(
-        """
-        Ada Alan Alice Amir Ana Anders Anna Ben Bela Bruno Carla Carlos Chen Clara Dan Dana
-        Daria David Diego Dora Edgar Ella Elena Emil Emma Erik Eva Fatima Felix Finn Frida Gina
-        Goran Greta Hana Hans Henry Hugo Ida Igor Ines Irma Ivan Jack Jana Jin John Jonas Jose
-        Julia Karin Karl Kate Kim Lars Laura Lea Leo Lena Liam Lina Linda Lucas Lucy Maja Malik
-        Marco Maria Marta Mary Max Mei Mia Milo Mina Nadia Nina Noah Nora Olga Oscar Otto Pablo
-        Paul Pedro Petra Ravi Rita Robin Rosa Ruth Sam Sara Selma Sofia Sven Tara Tom Uma Vera
-        Victor Wanda Yara Yusuf Zoe Peter Susan Mark Lisa Bob Eve Grace Helen Simon Theo Boris
-        Celia
-        """
-    ),
-    "dev": listed(
-        """
-        Lorin Elina Marlon Tina Silas Ronja Jorin Adele Corin Livia
-        """
-    ),
-    "test": listed(
-        """
-        Marina Tobin Selina Leona Dorian Martin Karina Alina Rosalin Emilia Samir Tomas Verena
-        Roman Janis Elias Romina Nadine Sandro Marius
-        """
-    ),
-}
+_TABLE = load("words")
+NAMES, CITIES = _by_split(_TABLE.pop("names")), _by_split(_TABLE.pop("cities"))
 """Held-out names are other words, spelled with pieces that training names have too."""
-
-CITIES: dict[Split, list[str]] = {
-    "train": listed(
-        """
-        Paris Rome Oslo Berlin Madrid London Tokyo Vienna Athens Lisbon Dublin Prague Warsaw
-        Cairo Delhi Lima Seoul Beijing Moscow Boston Chicago Denver Dallas Toronto Sydney Milan
-        Lyon Porto Turin Basel Bern Geneva Hamburg Bremen Bonn Dresden Krakow Riga Tallinn
-        Vilnius Helsinki Stockholm Bergen Malmo Copenhagen Brussels Ghent Nairobi Lagos Accra
-        Bogota Quito Havana Mumbai Osaka Kyoto Perth Seattle Austin Miami Ankara Budapest
-        """
-    ),
-    "dev": listed(
-        """
-        Bari Lodi Varna Salta Nara
-        """
-    ),
-    "test": listed(
-        """
-        Linden Parma Halden Siena Dover Lund Tampa Leon Toulon Denton
-        """
-    ),
-}
-
-COLORS = listed("red blue green yellow black white brown pink grey orange")
-ANIMALS = listed("dog cat horse rabbit parrot goat duck hamster pony whale")
-THINGS = listed(
-    """
-    apple book stamp coin shell pencil chair lamp plate button stone ticket candle box bottle
-    card key map bag cup hat ball boat bike coat scarf ring clock basket letter
-    """
-)
-FOODS = listed(
-    """
-    bread cheese soup rice pasta fish cake honey pizza salad tea coffee milk beans corn
-    """
-)
-JOBS = listed(
-    """
-    teacher doctor baker farmer pilot painter sailor nurse cook driver lawyer singer writer
-    dentist gardener builder judge waiter plumber tailor
-    """
-)
-DAYS = listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-LANGUAGES = listed(
-    """
-    French German Spanish Italian Dutch Greek Polish Turkish Swedish Danish
-    """
-)
-PLACES = listed(
-    """
-    library garden station market school museum harbor hotel office bakery castle shop
-    """
-)
-_ONSETS = listed("b c d f g h j k l m n p r s t v w z br dr gr kr tr st sh ch fl pl")
-_VOWELS = listed("a e i o u ia ei ou")
+LISTS: dict[str, list[str]] = {name: text.split() for name, text in _TABLE.items()}
+COLORS, ANIMALS, THINGS = (LISTS[name] for name in ("colors", "animals", "things"))
+FOODS, JOBS, DAYS, PLACES = (LISTS[name] for name in ("foods", "jobs", "days", "places"))
 _CODAS = ["", "", "", "n", "r", "l", "s", "m", "nd", "rt", "x", "k"]
 
 
 def made_up_word(rng: random.Random, syllables: int = 2) -> str:
     """Invent a word that can be said, so that copying is learnt and not a list of names."""
-    parts = [rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)]
+    parts = [rng.choice(LISTS["onsets"]) + rng.choice(LISTS["vowels"]) for _ in range(syllables)]
     return "".join(parts) + rng.choice(_CODAS)
 
 
