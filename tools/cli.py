@@ -28,18 +28,20 @@ from whalepod.server.config import (
     ParallelConfig,
 )
 from whalepod.server.errors import GroupLost, StartupError
-from whalepod.tools.bench.commands import add_bench_commands
-from whalepod.tools.bench.config import LoadConfig, ReportConfig, TargetConfig, WorkloadConfig
-from whalepod.tools.bench.decode import DecodeConfig
-from whalepod.tools.bench.ep import EpConfig
-from whalepod.tools.bench.prefill import PrefillConfig
-from whalepod.tools.client import ClientError
+from whalepod.tools.client import CLIENT_ENV, ClientError
 from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
-from whalepod.tools.doctor import DoctorConfig
+from whalepod.tools.doctor import DoctorConfig, doctor
 from whalepod.tools.flags import Flag, UsageError, add_command, flags_of, read_config_file
-from whalepod.tools.ps import PsConfig
+from whalepod.tools.ps import PsConfig, ps
 from whalepod.tools.serve import ServeOptions
-from whalepod.tools.terminal import ChatConfig, CompleteConfig, Sampling, ServerAddress
+from whalepod.tools.terminal import (
+    ChatConfig,
+    CompleteConfig,
+    Sampling,
+    ServerAddress,
+    chat,
+    complete,
+)
 
 GROUPS: dict[type | str, str] = {
     ModelSource: "Model",
@@ -57,19 +59,11 @@ GROUPS: dict[type | str, str] = {
     **dict.fromkeys(("sse_keep_alive_interval_s", "ready_timeout_s"), "Limits"),
     **dict.fromkeys(("enable_test_hooks", "test_script", "record"), "Debugging"),
     ServerAddress: "Server",
-    TargetConfig: "Server",
-    WorkloadConfig: "Workload",
-    LoadConfig: "Load",
-    ReportConfig: "Report",
-    DecodeConfig: "Measurement",
-    EpConfig: "Measurement",
-    PrefillConfig: "Measurement",
     Sampling: "Sampling",
     EngineConfig: "Debugging",
     ServeOptions: "Command line",
     CheckOptions: "Command line",
 }
-CLIENT_ENV = ("url", "api_key")
 SERVE_CONFIGS = (EngineConfig, GatewayConfig, NodesConfig, ServeOptions)
 
 
@@ -169,37 +163,6 @@ def synth(config: SynthConfig) -> int:
     )
 
 
-def doctor(config: DoctorConfig) -> int:
-    """Report what this machine can serve and what is missing; with MODEL, what fits."""
-    from whalepod.tools.doctor import doctor as run
-
-    return run(config)
-
-
-def chat(config: ChatConfig) -> int:
-    """Chat with a running server in the terminal.
-
-    /clear forgets the conversation, /exit leaves, Ctrl-C stops an answer.
-    """
-    from whalepod.tools.terminal import chat as run
-
-    return run(config)
-
-
-def complete(config: CompleteConfig) -> int:
-    """Print a running server's completion of PROMPT (read from stdin if it is `-`)."""
-    from whalepod.tools.terminal import complete as run
-
-    return run(config)
-
-
-def ps(config: PsConfig) -> int:
-    """List running servers: state, model, load, cache."""
-    from whalepod.tools.ps import ps as run
-
-    return run(config)
-
-
 def replay(config: ReplayConfig) -> int:
     """Feed a recorded log to a fresh scheduler and report the first step that differs."""
     from whalepod.scheduler.journal import replay as run
@@ -250,7 +213,11 @@ def make_app() -> App:
         positional=("model",),
     )
     _add_configuration_commands(app, sources)
-    add_bench_commands(app, GROUPS, CLIENT_ENV)
+    app.command(  # imported when it is asked for
+        "whalepod.tools.bench.commands:bench",
+        name="bench",
+        help="Measure a server, the engine, or its parts.",
+    )
     add_command(app, chat, ChatConfig, name="chat", groups=GROUPS, env_fields=CLIENT_ENV)
     add_command(
         app,

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import httpx2
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+CLIENT_ENV = ("url", "api_key")
+"""Fields that `WHALEPOD_*` may set for commands that talk to a server."""
 
 
 class ClientError(Exception):

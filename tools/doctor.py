@@ -23,7 +23,7 @@ class DoctorConfig:
         str | None,
         "checkpoint folder, config.json, preset or downloaded Hugging Face id; none: machine only",
     ] = None
-    memory_bytes: Annotated[int, "plan for so much memory; 0: what is free here"] = 0
+    memory_bytes: Annotated[int, "plan for this much memory; 0: what is free here"] = 0
     max_model_len: Annotated[int, "longest sequence; 0: the model's own limit"] = 0
     host: Annotated[str, "address that `whalepod serve` shall have"] = "127.0.0.1"
     port: Annotated[int, "port that `whalepod serve` shall have"] = 8000
@@ -31,7 +31,10 @@ class DoctorConfig:
 
 
 def doctor(config: DoctorConfig) -> int:
-    """Print a report; the exit code is 1 if something required is missing or nothing fits."""
+    """Report what this machine can serve and what is missing; with MODEL, what fits.
+
+    The exit code is 1 if something required is missing or nothing fits.
+    """
     machine = inspect_machine()
     port_free = is_port_free(config.host, config.port)
     model = examine_model(config, machine) if config.model else None

@@ -38,7 +38,10 @@ class ServerState:
 
 
 def ps(config: PsConfig) -> int:
-    """Print one line per server; the exit code is 1 if one of them is not ready."""
+    """List running servers: state, model, load, cache.
+
+    The exit code is 1 if one of them is not ready.
+    """
     states = [ask(url, config.api_key, config.timeout_s) for url in config.url]
     if config.json:
         print(json.dumps([asdict(state) for state in states], indent=2))

@@ -88,7 +88,10 @@ class Conversation:
 
 
 def chat(config: ChatConfig) -> int:
-    """Read questions until end of input or /exit; stream the answers."""
+    """Chat with a running server in the terminal.
+
+    /clear forgets the conversation, /exit leaves, Ctrl-C stops an answer.
+    """
     with Client(config.server.url, config.server.api_key) as client:
         model = config.server.model or client.first_model()
         conversation = Conversation(client, model, config)
@@ -117,7 +120,7 @@ def _answer(conversation: Conversation, line: str) -> None:
 
 
 def complete(config: CompleteConfig) -> int:
-    """Stream the continuation of one prompt to stdout."""
+    """Print a running server's completion of PROMPT (read from stdin if it is `-`)."""
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     with Client(config.server.url, config.server.api_key) as client:
         model = config.server.model or client.first_model()

@@ -29,7 +29,10 @@ class PrefillConfig:
 
 
 def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:
-    """Measure, print, and return the exit code."""
+    """Measure how fast prompts are computed, against the limits of this machine.
+
+    MODEL is a checkpoint folder, a preset or a Hugging Face id. No server is needed.
+    """
     from whalepod.server.build_model import load_model_for_bench
     from whalepod.tools.bench.roofline import format_roofs, measure_roof
 

@@ -82,7 +82,10 @@ class Measured:
 
 
 def bench_ranks(engine: EngineConfig, config: RanksConfig) -> int:
-    """Measure, print, and return the exit code."""
+    """Measure decoding with --expert-parallel-size beside one engine with all threads.
+
+    MODEL is loaded by both, and both answer the same prompts in turns. No server is needed.
+    """
     num_ranks = engine.parallel.expert_parallel_size
     if num_ranks < 2:
         raise StartupError("--expert-parallel-size must be at least 2: they are compared with one")

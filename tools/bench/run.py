@@ -29,7 +29,11 @@ DEFAULT_CONCURRENCY = 8
 
 
 def bench_serve(config: BenchServeConfig) -> int:
-    """Make the runs that were asked for; the exit code is 1 if a request failed."""
+    """Load a running OpenAI-compatible server and measure it.
+
+    Closed loop with --concurrency (a list runs one after the other), open loop with
+    --request-rate, or the arrivals of a --trace.
+    """
     with Client(config.target.url, config.target.api_key, timeout_s=10.0) as client:
         model = config.target.model or client.first_model()
     ok = True
