@@ -24,7 +24,8 @@ _STREAM_BYTES = 256 << 20
 _GEMM_SIZE = 1024
 _OPERATIONS = (
     "embed", "rms_norm", "add_rms_norm", "linear", "linear_f32", "absorb_queries", "rope",
-    "write_latent", "mla_attention", "mla_prefill", "heads", "route", "experts", "gated_mlp",
+    "write_latent", "mla_attention", "mla_prefill", "batched_linear", "route", "experts",
+    "gated_mlp",
 )  # fmt: skip
 
 
@@ -195,7 +196,7 @@ def _recorded(kernels: Kernels) -> Iterator[_Found]:
         return timed
 
     replaced: dict[str, Callable[..., Any]] = {name: wrap(name) for name in _OPERATIONS}
-    replaced["repeat"] = lambda key, dtype, compute: compute()
+    replaced["replay"] = lambda key, dtype, compute: compute()
     for name, function in replaced.items():
         setattr(kernels, name, function)
     try:
@@ -208,8 +209,8 @@ def _recorded(kernels: Kernels) -> Iterator[_Found]:
 def _count(kernels: Kernels, name: str, arguments: Sequence[Any]) -> tuple[int, int]:
     """Return the bytes of weights that an operation reads, and its floating point operations."""
     places = {
-        "linear": 1, "linear_f32": 1, "heads": 1, "absorb_queries": 1, "gated_mlp": 1, "route": 1,
-        "experts": 3,
+        "linear": 1, "linear_f32": 1, "batched_linear": 1, "absorb_queries": 1, "gated_mlp": 1,
+        "route": 1, "experts": 3,
     }  # fmt: skip
     if name not in places:
         return 0, 0
@@ -222,7 +223,7 @@ def _count(kernels: Kernels, name: str, arguments: Sequence[Any]) -> tuple[int, 
         chosen = ids_TK[ids_TK >= 0]
         num_experts = len(tensors[0])
         return num_bytes * len(chosen.unique()) // num_experts, 2 * num_values * len(chosen)
-    num_matrices = len(tensors[0]) if name in ("heads", "absorb_queries") else 1
+    num_matrices = len(tensors[0]) if name in ("batched_linear", "absorb_queries") else 1
     return num_bytes, 2 * num_values * num_matrices * num_rows
 
 
