@@ -95,6 +95,7 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     num_mtp_layers: int
+    """0 or 1."""
     torch_dtype: str
     fp8: Fp8Config | None
     bos_token_id: int | None
@@ -148,6 +149,11 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError("attention_bias is true; only attention without biases is served")
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"hidden_act is {activation!r}; only 'silu' is served")
+    if (num_mtp_layers := reader.integer("num_nextn_predict_layers", 0)) > 1:
+        raise ConfigError(
+            f"num_nextn_predict_layers is {num_mtp_layers}; at most 1 multi-token-prediction layer "
+            "is served"
+        )
     if (rope_dim := reader.positive("qk_rope_head_dim")) % 2:
         raise ConfigError(f"config.json: qk_rope_head_dim must be even, got {rope_dim}")
     return ModelConfig(
@@ -171,7 +177,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
         max_position_embeddings=reader.positive("max_position_embeddings"),
         tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
-        num_mtp_layers=reader.integer("num_nextn_predict_layers", 0),
+        num_mtp_layers=num_mtp_layers,
         torch_dtype=str(raw.get("dtype", raw.get("torch_dtype")) or "bfloat16"),
         fp8=_parse_fp8(raw.get("quantization_config")),
         bos_token_id=reader.optional_integer("bos_token_id"),

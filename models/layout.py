@@ -10,9 +10,9 @@ NamedShape = tuple[str, tuple[int, ...]]
 
 
 def checkpoint_tensors(config: ModelConfig) -> Iterator[NamedShape]:
-    """Yield (name, shape) of every tensor, in file order: embedding, layers, head, MTP layers.
+    """Yield (name, shape) of every tensor, in file order: embedding, layers, head, MTP layer.
 
-    An MTP layer repeats the embedding and the head, as in DeepSeek's own files.
+    The MTP layer repeats the embedding and the head, as in DeepSeek's own files.
     """
     vocabulary = (config.vocab_size, config.hidden_size)
     yield "model.embed_tokens.weight", vocabulary

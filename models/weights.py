@@ -28,7 +28,7 @@ from whalepod.models.config import ModelConfig
 from whalepod.models.fp8 import dequantize, scale_shape
 from whalepod.models.packed_files import PackedFiles
 
-__all__ = ["CheckpointWeights", "DummyWeights", "Weights", "WeightsError", "mtp_layer"]
+__all__ = ["CheckpointWeights", "DummyWeights", "Weights", "WeightsError", "is_mtp_tensor"]
 
 SCALE_SUFFIX = "_scale_inv"
 GATE_BIAS = "e_score_correction_bias"
@@ -64,18 +64,17 @@ class Weights(Protocol):
     def finish(self) -> None:
         """Raise WeightsError if a tensor of the main model was neither taken nor left.
 
-        Tensors of multi-token-prediction layers may be taken before or after.
+        Tensors of the multi-token-prediction layer may be taken before or after.
         """
 
 
-def mtp_layer(name: str, config: ModelConfig) -> int | None:
-    """Return which multi-token-prediction layer a tensor belongs to; None: the main model.
+def is_mtp_tensor(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor belongs to the multi-token-prediction layer.
 
-    Layer `num_layers + i` of the checkpoint is MTP layer i, whatever prefix the name carries.
+    That is layer `num_layers` of the checkpoint, whatever prefix the name carries.
     """
     match = _LAYER.match(canonical_name(name))
-    index = int(match[1]) - config.num_layers if match else -1
-    return index if 0 <= index < config.num_mtp_layers else None
+    return config.num_mtp_layers > 0 and match is not None and int(match[1]) == config.num_layers
 
 
 class CheckpointWeights:
@@ -159,21 +158,19 @@ class CheckpointWeights:
             self._progress(self._files.num_bytes, self._files.num_bytes)
 
     def mtp_names(self) -> tuple[str, ...]:
-        """Return the stored tensors of multi-token-prediction layers, without `model.` in front."""
-        return tuple(name for name in self._files if mtp_layer(name, self._config) is not None)
+        """Return the stored tensors of the MTP layer, without `model.` in front."""
+        return tuple(name for name in self._files if is_mtp_tensor(name, self._config))
 
-    def unused_mtp_names(self, index: int) -> tuple[str, ...]:
-        """Return the tensors of MTP layer `index` that were not taken, without `model.` in front.
+    def unused_mtp_names(self) -> tuple[str, ...]:
+        """Return those of `mtp_names` that were not taken.
 
         Its copies of embedding and head do not count: the main model's serve.
         """
         copies = ("embed_tokens.weight", "shared_head.head.weight")
         return tuple(
             name
-            for name in self._files
-            if mtp_layer(name, self._config) == index
-            and name not in self._settled
-            and not name.removesuffix(SCALE_SUFFIX).endswith(copies)
+            for name in self.mtp_names()
+            if name not in self._settled and not name.removesuffix(SCALE_SUFFIX).endswith(copies)
         )
 
     def _is_quantized(self, name: str, header: TensorHeader) -> bool:
@@ -221,7 +218,7 @@ class CheckpointWeights:
     def _is_accounted_for(self, name: str) -> bool:
         return (
             name in self._settled
-            or mtp_layer(name, self._config) is not None
+            or is_mtp_tensor(name, self._config)
             # old conversions store the rotary frequencies, which follow from the config
             or name.endswith("rotary_emb.inv_freq")
             or (name == "lm_head.weight" and self._config.tie_word_embeddings)

@@ -3,8 +3,7 @@
 One decoder layer that guesses the token after next: from the hidden state h[j-1] of the main model
 and the token t[j] that followed, it predicts t[j+1]. **Slot j of its cache layer holds the row of
 (h[j-1], t[j])**, which depends on tokens up to j only: so hashing, sharing and copying of blocks
-need no special rule. Slot 0 has no h[-1] and is masked. Where a checkpoint has several modules,
-module m continues the states of module m - 1 as module 0 does h, and its slots 0..m are masked.
+need no special rule. Slot 0 has no h[-1] and is masked.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from whalepod.models.cache import LatentCache
 from whalepod.models.deepseek_v3 import MAX_REPEATED_TOKENS, DecoderLayer, DeepseekV3
 from whalepod.models.mla import AttentionPlan, plan_attention
 from whalepod.models.weights import Weights
-from whalepod.mtp.tail import Tail
+from whalepod.mtp.draft_batch import DraftBatch
 
 
 class MtpModule:
-    """One module; it shares the main model's embedding, head and rotary table, and its `kernels`,
-    which may record what both do as one program.
+    """Shares the main model's embedding, head and rotary table, and its `kernels`, which may record
+    what both do as one program.
 
-    `index` counts the checkpoint's modules: its tensors are `model.layers.{num_layers + index}.*`
-    and its rows lie in the cache layer of the same number.
+    Its tensors are `model.layers.{num_layers}.*`, and its rows lie in the cache layer of that
+    number, the one after the main model's.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class MtpModule:
         weights: Weights,
         kernels: Kernels,
         *,
-        index: int = 0,
         placement: ExpertPlacement | None = None,
     ) -> None:
         config = model.config
@@ -48,8 +46,7 @@ class MtpModule:
         self._model = model
         self._kernels = kernels
         self._eps = config.rms_norm_eps
-        self._num_masked = index + 1
-        self._cache_layer = config.num_layers + index
+        self._cache_layer = config.num_layers
         prefix = f"model.layers.{self._cache_layer}"
         self._token_norm_H = weights.take(f"{prefix}.enorm.weight", (hidden,))
         self._hidden_norm_H = weights.take(f"{prefix}.hnorm.weight", (hidden,))
@@ -84,7 +81,7 @@ class MtpModule:
         """Store the rows of known tokens, without attention or experts (the KV-only pass).
 
         previous_hidden_TH [T, H]: the hidden state of the token before each token, of the main
-        model (after its final norm) or of the module before.
+        model (after its final norm).
         """
 
         def compute(previous_TH: Tensor) -> Tensor:
@@ -112,48 +109,52 @@ class MtpModule:
             key, previous_hidden_TH, lambda previous_TH: self._pass(previous_TH, batch, cache)
         )
 
-    def end(self, previous_hidden_TH: Tensor, tail: Tail, cache: LatentCache) -> Tensor:
-        """Store the rows of all tokens of a tail, and run the layer for each text's newest.
+    def end(
+        self, previous_hidden_TH: Tensor, draft_batch: DraftBatch, cache: LatentCache
+    ) -> Tensor:
+        """Store the rows of all tokens of a draft batch, and run the layer for each text's newest.
 
         previous_hidden_TH [T, H] as in `write_rows`. Returns `[B, H]` as `forward` does.
         """
-        key = ("end", id(self), id(tail), cache.rows_LPBC.data_ptr())
+        key = ("end", id(self), id(draft_batch), cache.rows_LPBC.data_ptr())
         return self._repeat(
-            key, previous_hidden_TH, lambda previous_TH: self._end(previous_TH, tail, cache)
+            key, previous_hidden_TH, lambda previous_TH: self._end(previous_TH, draft_batch, cache)
         )
 
-    def guess(self, previous_hidden_TH: Tensor, tail: Tail, cache: LatentCache) -> None:
-        """Do as `end`, then choose a token behind each text and pass on, for all passes of a tail.
+    def guess(
+        self, previous_hidden_TH: Tensor, draft_batch: DraftBatch, cache: LatentCache
+    ) -> None:
+        """Do as `end`, then choose the token after each text and pass on, for all passes.
 
-        Leaves the guesses in `tail.drafts_KB`. One program: nothing comes back before the end.
+        Leaves the guesses in `drafts_KB`. One program: nothing comes back before the end.
         """
 
         def compute(previous_TH: Tensor) -> Tensor:
-            hidden_BH = self._end(previous_TH, tail, cache)
-            for depth, drafts_B in enumerate(tail.drafts_KB):
+            hidden_BH = self._end(previous_TH, draft_batch, cache)
+            for depth, drafts_B in enumerate(draft_batch.drafts_KB):
                 if depth:
-                    hidden_BH = self._pass(hidden_BH, tail.ends[depth], cache)
+                    hidden_BH = self._pass(hidden_BH, draft_batch.ends[depth], cache)
                 self._kernels.draw(
                     self._model.logits(hidden_BH),
-                    tail.temperatures_B,
-                    tail.seeds_B,
-                    tail.positions_of_drafts_KB[depth],
+                    draft_batch.temperatures_B,
+                    draft_batch.seeds_B,
+                    draft_batch.positions_of_drafts_KB[depth],
                     drafts_B,
                 )
             return hidden_BH
 
-        key = ("guess", id(self), id(tail), cache.rows_LPBC.data_ptr())
+        key = ("guess", id(self), id(draft_batch), cache.rows_LPBC.data_ptr())
         self._repeat(key, previous_hidden_TH, compute)
 
-    def _end(self, previous_TH: Tensor, tail: Tail, cache: LatentCache) -> Tensor:
-        x_TH, residual_TH = self._input(tail.token_ids_T, previous_TH)
-        batch = tail.ends[0]
+    def _end(self, previous_TH: Tensor, draft_batch: DraftBatch, cache: LatentCache) -> Tensor:
+        x_TH, residual_TH = self._input(draft_batch.token_ids_T, previous_TH)
+        batch = draft_batch.ends[0]
         hidden_BH, _ = self._layer.ends(
             x_TH,
             residual_TH,
             self._head_norm_H,
-            (tail.positions_T, tail.slots_T),
-            tail.last_B,
+            (draft_batch.positions_T, draft_batch.slots_T),
+            draft_batch.last_B,
             batch.positions_T,
             self._plan(batch),
             cache.layer(self._cache_layer),
@@ -176,7 +177,7 @@ class MtpModule:
 
     def _plan(self, batch: ForwardBatch) -> AttentionPlan:
         plan = plan_attention(batch, batch.max_query_tokens)
-        return replace(plan, first_key=self._num_masked)
+        return replace(plan, first_key=1)
 
     def _repeat(
         self,

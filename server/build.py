@@ -71,7 +71,7 @@ def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> E
     runner = runners.new(config.speculation)
     warm_up(runner, config.scheduler, config.speculation.max_depth if runner.makes_drafts else 0)
     # a rank of a group has not all experts before the others are there: its guesses mean nothing
-    if loaded.mtp and new_placement is None and config.source.load_format != "dummy":
+    if loaded.mtp is not None and new_placement is None and config.source.load_format != "dummy":
         check_acceptance(
             runners.new(SpeculationConfig(speculation_method="mtp")),
             config.scheduler,
@@ -178,7 +178,7 @@ def _new_scheduler(
         eos_token_ids=eos_token_ids,
         prefix_seed=f"{loaded.folder}/{config.source}".encode(),
         block_tokens=BLOCK_TOKENS,
-        num_lookback_tokens=len(loaded.mtp),
+        num_lookback_tokens=int(loaded.mtp is not None),
     )
 
 

@@ -55,17 +55,17 @@ class LoadedModel:
     kernels: Kernels
     folder: Path
     weights_bytes: int
-    mtp: tuple[MtpModule, ...] = ()
-    """The layers that draft, if speculation uses them."""
+    mtp: MtpModule | None = None
+    """The layer that drafts, if speculation uses it."""
 
     @property
     def expert_bytes(self) -> int:
         """Return the bytes of the routed experts that are loaded here."""
-        return self.model.expert_bytes + sum(module.expert_bytes for module in self.mtp)
+        return self.model.expert_bytes + (self.mtp.expert_bytes if self.mtp is not None else 0)
 
     @property
     def num_cache_layers(self) -> int:
-        return self.config.num_layers + len(self.mtp)
+        return self.config.num_layers + (self.mtp is not None)
 
 
 class NewPlacement(Protocol):
@@ -102,9 +102,9 @@ def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) 
         ),
         placement=placement,
     )
-    mtp: tuple[MtpModule, ...] = ()
+    mtp = None
     if wants_mtp(config.speculation, model_config):
-        mtp = load_mtp(model, weights, kernels, config.speculation.max_depth, placement)
+        mtp = load_mtp(model, weights, kernels, placement)
     if isinstance(weights, CheckpointWeights):
         weights.save_packed()
     if config.device.batch_invariant:

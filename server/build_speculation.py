@@ -11,10 +11,10 @@ from whalepod.kernels.interface import Kernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import ModelConfig
 from whalepod.models.deepseek_v3 import DeepseekV3
-from whalepod.models.weights import CheckpointWeights, Weights, WeightsError, mtp_layer
+from whalepod.models.weights import CheckpointWeights, Weights, WeightsError
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
-from whalepod.mtp.draft import new_drafter
+from whalepod.mtp.drafter import Drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.server.engine.acceptance_check import (
@@ -49,52 +49,30 @@ def load_mtp(
     model: DeepseekV3,
     weights: Weights,
     kernels: Kernels,
-    max_depth: int,
     placement: ExpertPlacement | None = None,
-) -> tuple[MtpModule, ...]:
-    """Load the modules, the first `max_depth` of them: module i makes the draft of depth i + 1.
+) -> MtpModule | None:
+    """Load the module.
 
-    A checkpoint that lacks whole layers, as some quantised ones do, is served with those before
-    them, or without drafts; one that has a part of a layer raises WeightsError.
+    A checkpoint that lacks the whole layer, as some quantised ones do, is served without its
+    drafts; one that has a part of the layer raises WeightsError.
     """
-    num_modules = model.config.num_mtp_layers
-    if isinstance(weights, CheckpointWeights):
-        num_modules = _count_mtp_layers(weights, model.config)
-    modules = tuple(
-        MtpModule(model, weights, kernels, index=index, placement=placement)
-        for index in range(min(num_modules, max_depth))
-    )
-    if isinstance(weights, CheckpointWeights):
-        for index in range(len(modules)):
-            _refuse_unused(weights.unused_mtp_names(index))
-    return modules
-
-
-def _count_mtp_layers(weights: CheckpointWeights, config: ModelConfig) -> int:
-    """Return how many layers the checkpoint has from the first one on; warn if some lack."""
-    num_named = config.num_mtp_layers
-    stored = {mtp_layer(name, config) for name in weights.mtp_names()}
-    num_stored = next(i for i in range(num_named + 1) if i not in stored)
-    if num_stored < num_named:
+    if isinstance(weights, CheckpointWeights) and not weights.mtp_names():
         logger.warning(
-            "WARNING: config.json names %d multi-token-prediction layers, but the checkpoint has "
-            "no tensor of number %d: %s",
-            num_named,
-            num_stored + 1,
-            f"drafts come from the first {num_stored}" if num_stored else "no drafts",
+            "WARNING: config.json names a multi-token-prediction layer, but the checkpoint has no "
+            "tensor of it: no drafts"
         )
-    return num_stored
-
-
-def _refuse_unused(names: Sequence[str]) -> None:
-    if names:
+        return None
+    module = MtpModule(model, weights, kernels, placement=placement)
+    unused = weights.unused_mtp_names() if isinstance(weights, CheckpointWeights) else ()
+    if unused:
         raise WeightsError(
-            f"{names[0]} is unexpected (and {len(names) - 1} more): the multi-token-prediction "
+            f"{unused[0]} is unexpected (and {len(unused) - 1} more): the multi-token-prediction "
             "layer that config.json describes has no place for it"
         )
+    return module
 
 
-def _wants_lookup(speculation: SpeculationConfig, has_mtp: bool) -> bool:
+def _wants_lookup(speculation: SpeculationConfig, *, has_mtp: bool) -> bool:
     """Say whether drafts are looked up: beside the model's own, or where they are asked for."""
     if speculation.is_off or speculation.speculation_method == "mtp":
         return False
@@ -103,7 +81,7 @@ def _wants_lookup(speculation: SpeculationConfig, has_mtp: bool) -> bool:
 
 def new_speculator(
     speculation: SpeculationConfig,
-    mtp: Sequence[MtpModule],
+    mtp: MtpModule | None,
     cache: LatentCache,
     batches: BatchBuilder,
     sampler: Sampler,
@@ -111,10 +89,12 @@ def new_speculator(
     hidden_size: int,
 ) -> Speculator | None:
     """Put whoever drafts together; None when nobody does."""
-    with_lookup = _wants_lookup(speculation, bool(mtp))
-    if not mtp and not with_lookup:
+    with_lookup = _wants_lookup(speculation, has_mtp=mtp is not None)
+    if mtp is None and not with_lookup:
         return None
-    drafter = new_drafter(mtp, cache, batches, hidden_size=hidden_size) if mtp else None
+    drafter = None
+    if mtp is not None:
+        drafter = Drafter(mtp, cache, batches.build, hidden_size=hidden_size)
     return Speculator(drafter, sampler, with_lookup=with_lookup)
 
 

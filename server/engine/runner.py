@@ -21,7 +21,7 @@ from whalepod.server.engine.grammar import GrammarState
 from whalepod.server.engine.sampler import Sampler, SampleRequest, SamplerOutput, logprobs
 from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
 from whalepod.server.engine.scripted import Script, ScriptError
-from whalepod.server.engine.speculation import Speculator, TextEnd
+from whalepod.server.engine.speculation import JudgedRow, Speculator
 
 PROMPT_LOGPROB_ROWS = 64
 """Prompt positions whose logits exist at a time: a row of V3's vocabulary takes half a MiB."""
@@ -95,11 +95,11 @@ class _Rows:
         """Return the row of hidden states that predicts the token at `position`."""
         return self.begin + position - 1 - self.row.start
 
-    def text_end(self) -> TextEnd:
+    def text_end(self) -> JudgedRow:
         """Return where the text ends. A scripted text, which the model would not write, and one
         that failed get no drafts."""
         num_true = len(self.row.token_ids) - self.row.num_drafts + max(len(self.token_ids) - 1, 0)
-        return TextEnd(
+        return JudgedRow(
             row=self.row,
             state=self.sequence.state,
             num_true=num_true,

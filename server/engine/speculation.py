@@ -9,7 +9,8 @@ from torch import Tensor
 
 from whalepod.models.batch import ForwardBatch
 from whalepod.mtp.config import MAX_DRAFT_TOKENS
-from whalepod.mtp.interface import Choose, Drafter
+from whalepod.mtp.draft_batch import GREEDY, DraftInput, Draw
+from whalepod.mtp.drafter import Choose, Drafter
 from whalepod.mtp.lookup import TextLookup
 from whalepod.mtp.stats import (
     ONE,
@@ -18,7 +19,6 @@ from whalepod.mtp.stats import (
     StepRecord,
     count_by_position,
 )
-from whalepod.mtp.tail import GREEDY, Draw, KnownEnd
 from whalepod.scheduler.plan import BlockCopy, Plan, Row, StepResult
 from whalepod.server.engine.sampler import Sampler, SampleRequest
 from whalepod.server.engine.sampling_state import SamplingState
@@ -29,7 +29,7 @@ LOOKUP_FIRST_GUESS = ONE // 2
 """Acceptance that is assumed of looked-up drafts: the model's own layer is tried first."""
 
 
-class TextEnd(NamedTuple):
+class JudgedRow(NamedTuple):
     """Where a row's text ends once its drafts are judged.
 
     num_true   tokens of the row that belong to the text: all that are no drafts, and right drafts
@@ -90,7 +90,7 @@ class _Speculation:
         self.draw = _draw_of(state, by_rejection=by_rejection)
         self.drawn_from = state.num_prompt_tokens + state.params.min_tokens
 
-    def learn(self, end: TextEnd) -> None:
+    def learn(self, end: JudgedRow) -> None:
         """Compare what was guessed with what a row yielded."""
         num_right = end.num_accepted
         if self.made_by == "mtp" and end.row.num_drafts:
@@ -174,7 +174,7 @@ class Speculator:
         if self._drafter is not None:
             self._drafter.join(num_passes)
 
-    def draft(self, ends: Sequence[TextEnd], num_passes: int = 0) -> list[Sequence[int]]:
+    def draft(self, ends: Sequence[JudgedRow], num_passes: int = 0) -> list[Sequence[int]]:
         """Guess what follows each text, at most as many tokens as its row wants.
 
         All ranks of a group run the draft layer `num_passes` times in a step.
@@ -189,7 +189,7 @@ class Speculator:
         log_qs: list[list[Tensor | None]] = [[] for _ in ends]
         guesses: list[Sequence[int]] = [()] * len(ends)
         if self._drafter is not None:
-            known = list(map(_known_end, ends, kept, makers))
+            known = list(map(_draft_input, ends, kept, makers))
             guesses[:] = self._drafter.draft(known, self._choose(ends, log_qs), num_passes)
             self._drafter.keep(known)
         for i, end in enumerate(ends):
@@ -198,14 +198,14 @@ class Speculator:
             self._keep(end, kept[i], makers[i], log_qs[i], looked_up[i])
         return guesses
 
-    def _kept_of(self, end: TextEnd) -> _Speculation:
+    def _kept_of(self, end: JudgedRow) -> _Speculation:
         kept = self._kept.get(end.row.sequence_id)
         if kept is None:
             kept = _Speculation(end.state, by_rejection=self._sampler.by_rejection)
             self._kept[end.row.sequence_id] = kept
         return kept
 
-    def _look_up(self, end: TextEnd, kept: _Speculation) -> tuple[int, ...]:
+    def _look_up(self, end: JudgedRow, kept: _Speculation) -> tuple[int, ...]:
         if not end.wants_drafts:
             return ()
         if end.state.params.num_speculative_tokens == 0:
@@ -215,7 +215,7 @@ class Speculator:
         return kept.lookup.guess(end.new_token_ids, MAX_DRAFT_TOKENS)
 
     def _choose_maker(
-        self, end: TextEnd, kept: _Speculation, looked_up: tuple[int, ...]
+        self, end: JudgedRow, kept: _Speculation, looked_up: tuple[int, ...]
     ) -> Maker | None:
         num_wanted = end.row.num_drafts_wanted
         if not num_wanted or not end.wants_drafts:
@@ -227,7 +227,7 @@ class Speculator:
             return "lookup"
         return "mtp"
 
-    def _choose(self, ends: Sequence[TextEnd], log_qs: list[list[Tensor | None]]) -> Choose:
+    def _choose(self, ends: Sequence[JudgedRow], log_qs: list[list[Tensor | None]]) -> Choose:
         """Return who chooses drafts by their logits; notes what they were drawn from."""
 
         def choose(
@@ -243,7 +243,7 @@ class Speculator:
 
     def _keep(
         self,
-        end: TextEnd,
+        end: JudgedRow,
         kept: _Speculation,
         maker: Maker | None,
         log_qs: list[Tensor | None],
@@ -258,11 +258,11 @@ class Speculator:
             lookup.extend(end.new_token_ids)
 
 
-def _known_end(end: TextEnd, kept: _Speculation, maker: Maker | None) -> KnownEnd:
+def _draft_input(end: JudgedRow, kept: _Speculation, maker: Maker | None) -> DraftInput:
     """Return what the drafter is to know of a text, and to guess if it is who makes drafts."""
     row, asks, num_accepted = end.row, maker == "mtp", end.num_accepted
     position = end.position
-    return KnownEnd(
+    return DraftInput(
         sequence_id=row.sequence_id,
         token_ids=end.new_token_ids if asks else end.accepted,
         start=position - num_accepted,
@@ -274,7 +274,7 @@ def _known_end(end: TextEnd, kept: _Speculation, maker: Maker | None) -> KnownEn
     )
 
 
-def _wanted(end: TextEnd, drafts: Sequence[int]) -> SampleRequest:
+def _wanted(end: JudgedRow, drafts: Sequence[int]) -> SampleRequest:
     """Ask for the token behind the drafts; the state has not seen the text's last tokens."""
     return SampleRequest(end.state, end.position + 1 + len(drafts), (*end.new_token_ids, *drafts))
 

@@ -24,7 +24,7 @@ from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.presets import preset_config
 from whalepod.models.weights import DummyWeights, Weights
 from whalepod.mtp.depth import Depth, FixedDepth
-from whalepod.mtp.draft import new_drafter
+from whalepod.mtp.drafter import Drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.scheduler import Scheduler
@@ -51,7 +51,6 @@ class Settings:
     """One rank's engine. `is_guessing`: a model whose MTP layer is often right, else v3-nano."""
 
     is_guessing: bool = False
-    num_modules: int = 1
     new_depth: Callable[[], Depth] | None = lambda: FixedDepth(2)
     num_blocks: int = 32
     max_num_seqs: int = 6
@@ -78,9 +77,9 @@ class Shape:
 
 
 @cache
-def shape_of(is_guessing: bool, num_modules: int = 1) -> Shape:
+def shape_of(is_guessing: bool) -> Shape:
     if is_guessing:
-        models = make_models(num_modules)
+        models = make_models()
         return Shape(models.model.config, lambda: SharedWeights(models.oracle, models.mtp_oracle))
     config = parse_config(preset_config("v3-nano"))
     return Shape(config, lambda: DummyWeights(config, dtype=torch.float32, seed=0))
@@ -90,17 +89,14 @@ def new_core(
     settings: Settings, placement: ExpertPlacement | None, depth: Depth | None
 ) -> EngineCore:
     """Build an engine whose experts live where `placement` says; unwritten cache rows are NaN."""
-    shape, kernels = (
-        shape_of(settings.is_guessing, settings.num_modules),
-        CpuKernels(is_invariant=True),
-    )
+    shape, kernels = shape_of(settings.is_guessing), CpuKernels(is_invariant=True)
     weights = shape.new_weights()
     model = DeepseekV3(
         shape.config, weights, kernels, max_positions=settings.max_model_len,
         absorbed_max_query_tokens=1 << 30, placement=placement,
     )  # fmt: skip
     cache = LatentCache(
-        num_layers=shape.config.num_layers + settings.num_modules,
+        num_layers=shape.config.num_layers + 1,
         num_blocks=settings.num_blocks,
         row_width=shape.config.cache_row_width,
         dtype=torch.float32,
@@ -114,11 +110,9 @@ def new_core(
     )
     sampler, speculator = Sampler(kernels), None
     if settings.new_depth is not None:
-        modules = [
-            MtpModule(model, weights, kernels, index=index, placement=placement)
-            for index in range(settings.num_modules)
-        ]
-        drafter = new_drafter(modules, cache, batches, hidden_size=shape.config.hidden_size)
+        module = MtpModule(model, weights, kernels, placement=placement)
+        hidden_size = shape.config.hidden_size
+        drafter = Drafter(module, cache, batches.build, hidden_size=hidden_size)
         speculator = Speculator(drafter, sampler)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -128,7 +122,7 @@ def new_core(
         ),
         num_blocks=settings.num_blocks,
         eos_token_ids=frozenset({EOS}),
-        num_lookback_tokens=settings.num_modules if speculator else 0,
+        num_lookback_tokens=int(speculator is not None),
     )
     info = EngineInfo(
         model_type="deepseek_v3", dtype="float32", kernels="invariant",
@@ -142,7 +136,7 @@ def new_core(
 
 
 def group_heap(num_ranks: int, settings: Settings) -> GroupHeap:
-    config = shape_of(settings.is_guessing, settings.num_modules).config
+    config = shape_of(settings.is_guessing).config
     assert config.gate is not None
     traffic = Traffic(
         num_ranks=num_ranks,

@@ -69,7 +69,6 @@ CASES = {
     "two ranks": (2, 64, Settings(num_blocks=6)),
     "four ranks": (4, 24, Settings(num_blocks=6, new_depth=lambda: AdaptiveDepth(4))),
     "good guesses": (2, 24, Settings(num_blocks=6, is_guessing=True)),
-    "two modules": (2, 16, Settings(num_blocks=6, is_guessing=True, num_modules=2)),
     "adaptive": (2, 24, Settings(is_guessing=True, new_depth=lambda: AdaptiveDepth(4))),
     "no drafts": (2, 24, Settings(num_blocks=6, new_depth=None)),
 }
@@ -80,9 +79,7 @@ CASES = {
 def test_mixed_requests_have_the_bits_of_one_rank(case: str) -> None:
     """With idle ranks, chunked prompts, cancels, preemptions and drafts."""
     num_ranks, num_requests, settings = CASES[case]
-    requests = mixed_requests(
-        num_requests, shape_of(settings.is_guessing, settings.num_modules).config.vocab_size
-    )
+    requests = mixed_requests(num_requests, shape_of(settings.is_guessing).config.vocab_size)
     expected = lone_answers(settings, requests)
     cancelled = {"8", "9", "22"}
 

@@ -16,8 +16,8 @@ from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.mtp.depth import Depth
-from whalepod.mtp.draft import new_drafter
-from whalepod.mtp.tail import Tail
+from whalepod.mtp.draft_batch import DraftBatch
+from whalepod.mtp.drafter import Drafter
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
@@ -148,23 +148,35 @@ class FakeMtp:
             dtype=torch.float32,
         )[:, None]
 
-    def end(self, previous_hidden_TH: Tensor, tail: Tail, cache: LatentCache) -> Tensor:
+    def end(
+        self, previous_hidden_TH: Tensor, draft_batch: DraftBatch, cache: LatentCache
+    ) -> Tensor:
         self.num_passes += 1
-        inputs = (tail.token_ids_T, previous_hidden_TH, tail.positions_T, tail.slots_T)
+        inputs = (
+            draft_batch.token_ids_T,
+            previous_hidden_TH,
+            draft_batch.positions_T,
+            draft_batch.slots_T,
+        )
         self.write_rows(*inputs, cache)
-        batch, (num_texts,) = tail.ends[0], tail.last_B.shape
-        assert torch.equal(tail.token_ids_T[tail.last_B], batch.token_ids_T)
+        batch, (num_texts,) = draft_batch.ends[0], draft_batch.last_B.shape
+        assert torch.equal(draft_batch.token_ids_T[draft_batch.last_B], batch.token_ids_T)
         hashes = [self._follow(batch, cache, b) for b in range(num_texts)]
         return torch.tensor(hashes, dtype=torch.float32)[:, None]
 
-    def guess(self, previous_hidden_TH: Tensor, tail: Tail, cache: LatentCache) -> None:
-        hidden_BH = self.end(previous_hidden_TH, tail, cache)
-        for depth, drafts_B in enumerate(tail.drafts_KB):
+    def guess(
+        self, previous_hidden_TH: Tensor, draft_batch: DraftBatch, cache: LatentCache
+    ) -> None:
+        hidden_BH = self.end(previous_hidden_TH, draft_batch, cache)
+        for depth, drafts_B in enumerate(draft_batch.drafts_KB):
             if depth:
-                hidden_BH = self.forward(hidden_BH, tail.ends[depth], cache)
-            logits_BV, positions_B = self.logits(hidden_BH), tail.positions_of_drafts_KB[depth]
-            noise_BV = NoiseKernels().gumbel_noise(tail.seeds_B, positions_B, VOCAB_SIZE)
-            temperatures_B1 = tail.temperatures_B[:, None]
+                hidden_BH = self.forward(hidden_BH, draft_batch.ends[depth], cache)
+            logits_BV, positions_B = (
+                self.logits(hidden_BH),
+                draft_batch.positions_of_drafts_KB[depth],
+            )
+            noise_BV = NoiseKernels().gumbel_noise(draft_batch.seeds_B, positions_B, VOCAB_SIZE)
+            temperatures_B1 = draft_batch.temperatures_B[:, None]
             random_BV = logits_BV / temperatures_B1 + noise_BV
             drafts_B[:] = torch.where(temperatures_B1 > 0, random_BV, logits_BV).argmax(dim=-1)
 
@@ -240,9 +252,9 @@ def make_core(
     )
     speculator = None
     if depth is not None:
-        drafter = (
-            new_drafter([mtp or FakeMtp()], cache, batches, hidden_size=1) if has_mtp else None
-        )
+        drafter = None
+        if has_mtp:
+            drafter = Drafter(mtp or FakeMtp(), cache, batches.build, hidden_size=1)  # type: ignore[arg-type]
         speculator = Speculator(drafter, sampler, with_lookup=with_lookup)
     runner = Runner(model or FakeModel(), cache, sampler, batches, speculator)
     info = EngineInfo(

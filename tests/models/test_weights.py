@@ -22,7 +22,7 @@ from whalepod.models.weights import (
     DummyWeights,
     Weights,
     WeightsError,
-    mtp_layer,
+    is_mtp_tensor,
 )
 
 NORM = "model.norm.weight"
@@ -57,7 +57,7 @@ def take_main_model(weights: Weights, config: ModelConfig) -> dict[str, torch.Te
     return {
         name: weights.take(name, shape)
         for name, shape in checkpoint_tensors(config)
-        if mtp_layer(name, config) is None
+        if not is_mtp_tensor(name, config)
     }
 
 
@@ -123,7 +123,7 @@ def test_a_rank_reads_only_the_bytes_of_its_own_experts(nano: Path) -> None:
     weights = open_weights(nano)
     mine = 0
     for name, shape in checkpoint_tensors(config):
-        if mtp_layer(name, config) is not None:
+        if is_mtp_tensor(name, config):
             continue
         if ".experts." in name and int(name.split(".experts.")[1].split(".")[0]) >= 2:
             weights.leave(name)
@@ -261,14 +261,13 @@ def test_an_mtp_layer_that_the_config_does_not_mention_is_unexpected(nano: Path)
         weights.finish()
 
 
-def test_mtp_layers_are_told_by_their_index_whatever_the_prefix(nano: Path) -> None:
-    config = dataclasses.replace(load_config(nano), num_layers=61, num_mtp_layers=2)
+def test_the_mtp_layer_is_told_by_its_index_whatever_the_prefix(nano: Path) -> None:
+    config = dataclasses.replace(load_config(nano), num_layers=61)
 
-    layers = [mtp_layer(name, config) for name in ("layers.61.enorm.weight", "layers.60.x.weight")]
-    assert layers == [0, None]
-    assert mtp_layer("model.layers.62.self_attn.o_proj.weight", config) == 1
-    assert mtp_layer("model.layers.6.self_attn.o_proj.weight", config) is None
-    assert mtp_layer("lm_head.weight", config) is None
+    assert is_mtp_tensor("layers.61.enorm.weight", config)
+    assert is_mtp_tensor("model.layers.61.self_attn.o_proj.weight", config)
+    for name in ("layers.60.x.weight", "model.layers.62.x.weight", "layers.6.x", "lm_head.weight"):
+        assert not is_mtp_tensor(name, config)
 
 
 # -- broken folders ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from whalepod.kernels.cpu import CpuKernels
 from whalepod.models.cache import LatentCache
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.mtp.depth import Depth, FixedDepth
-from whalepod.mtp.draft import new_drafter
+from whalepod.mtp.drafter import Drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.plan import Plan, StepResult
@@ -37,19 +37,19 @@ class Models:
     oracle: PreTrainedModel
     mtp_oracle: MtpModel
     model: DeepseekV3
-    modules: tuple[MtpModule, ...]
+    module: MtpModule
 
 
 @cache
-def make_models(num_modules: int = 1) -> Models:
-    """Build a model whose next token follows mostly from the last one, and modules that see it.
+def make_models() -> Models:
+    """Build a model whose next token follows mostly from the last one, and a module that sees it.
 
-    The layers add little to the embedding, and a module's projection takes the embedding and a
+    The layers add little to the embedding, and the module's projection takes the embedding and a
     little of the hidden state: so both come to the same logits, up to what the layers add.
     """
     torch.set_num_threads(1)
-    oracle = make_oracle(num_nextn_predict_layers=num_modules)
-    mtp_oracle = make_mtp_oracle(oracle, num_modules)
+    oracle = make_oracle(num_nextn_predict_layers=1)
+    mtp_oracle = make_mtp_oracle(oracle)
     with torch.no_grad():
         for name, tensor in [
             *oracle.named_parameters(),
@@ -59,13 +59,11 @@ def make_models(num_modules: int = 1) -> Models:
                 tensor.mul_(0.15)
         hidden = oracle.config.hidden_size
         identity = torch.eye(hidden)
-        for layer in mtp_oracle.layers:
-            layer.eh_proj.weight.copy_(torch.cat([identity, 0.1 * identity], dim=1))
+        mtp_oracle.layers[0].eh_proj.weight.copy_(torch.cat([identity, 0.1 * identity], dim=1))
     kernels = CpuKernels(is_invariant=True)
     model = make_model(oracle, kernels)
     weights = MtpOracleWeights(oracle, mtp_oracle)
-    modules = tuple(MtpModule(model, weights, kernels, index=index) for index in range(num_modules))
-    return Models(oracle, mtp_oracle, model, modules)
+    return Models(oracle, mtp_oracle, model, MtpModule(model, weights, kernels))
 
 
 class RecordedRunner(Runner):
@@ -89,16 +87,16 @@ class Settings:
     chunk: int = 64
     max_model_len: int = 400
     by_rejection: bool = False
-    num_modules: int = 1
+    has_module: bool = True
     with_lookup: bool = False
     grammars: GrammarStore | None = None
 
 
 def make_engine(settings: Settings) -> EngineCore:
     """Build an engine on the models; cache rows that nobody wrote are NaN."""
-    models = make_models(max(settings.num_modules, 1))
+    models = make_models()
     cache = LatentCache(
-        num_layers=models.model.config.num_layers + settings.num_modules,
+        num_layers=models.model.config.num_layers + settings.has_module,
         num_blocks=settings.num_blocks,
         row_width=models.model.config.cache_row_width,
         dtype=torch.float32,
@@ -118,13 +116,13 @@ def make_engine(settings: Settings) -> EngineCore:
     sampler = Sampler(CpuKernels(is_invariant=True), by_rejection=settings.by_rejection)
     hidden_size = models.model.config.hidden_size
     drafter = None
-    if settings.num_modules:
-        drafter = new_drafter(models.modules, cache, batches, hidden_size=hidden_size)
+    if settings.has_module:
+        drafter = Drafter(models.module, cache, batches.build, hidden_size=hidden_size)
     scheduler = Scheduler(
         limits,
         num_blocks=settings.num_blocks,
         eos_token_ids=frozenset({EOS}),
-        num_lookback_tokens=settings.num_modules,
+        num_lookback_tokens=int(settings.has_module),
     )
     speculator = Speculator(drafter, sampler, with_lookup=settings.with_lookup)
     runner = RecordedRunner(models.model, cache, sampler, batches, speculator)

@@ -29,29 +29,25 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 def guess_again(models: Models, text: list[int], num_drafts: int) -> list[Tensor]:
     """Return the logits of each draft behind `text`: no cache, no rows kept from earlier steps.
 
-    Layer i continues the states of layer i - 1 over the whole text, one token further on; behind
-    the last layer its own last state is fed back at the end of the text.
+    After the first draft the layer's own last state is fed back at the end of the text.
     """
     mtp = models.mtp_oracle
     main = models.oracle.model(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state
     ids, states, logits = list(text[1:]), main, []
-    for depth in range(num_drafts):
-        hidden = _layer(mtp, min(depth, len(mtp.layers) - 1), ids, states)
+    for _ in range(num_drafts):
+        hidden = _layer(mtp, ids, states)
         logits.append(mtp._project_to_logits(hidden[:, -1:])[0, 0])
         ids.append(int(logits[-1].argmax()))
-        if depth < len(mtp.layers) - 1:
-            ids, states = ids[1:], hidden
-        else:
-            states = torch.cat([states, hidden[:, -1:]], dim=1)
+        states = torch.cat([states, hidden[:, -1:]], dim=1)
     return logits
 
 
-def _layer(mtp: MtpModel, index: int, ids: list[int], states: Tensor) -> Tensor:
+def _layer(mtp: MtpModel, ids: list[int], states: Tensor) -> Tensor:
     embedded = mtp.embed_tokens(torch.tensor([ids]))
     positions = torch.arange(len(ids))[None]
     mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
     rotary = mtp.rotary_emb(embedded, positions)
-    return mtp.layers[index](embedded, states, rotary, mask, positions, None)
+    return mtp.layers[0](embedded, states, rotary, mask, positions, None)
 
 
 def serve(core: EngineCore, request_id: str, prompt: list[int], params: SamplingParams) -> None:
@@ -74,17 +70,13 @@ def drafts_of(core: EngineCore, prompt: list[int]) -> list[tuple[list[int], tupl
     return found
 
 
-@pytest.mark.parametrize(("num_modules", "num_drafts"), [(1, 1), (1, 3), (2, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize("num_drafts", [1, 3])
 @pytest.mark.parametrize(
     ("length", "chunk"), [(1, 64), (3, 2), (4, 3), (50, 64), (64, 64), (130, 23)]
 )
-def test_drafts_are_those_of_the_whole_text(
-    num_modules: int, num_drafts: int, length: int, chunk: int
-) -> None:
-    models, prompt = make_models(num_modules), random_ids(length, VOCAB_SIZE)
-    core = make_engine(
-        Settings(depth=FixedDepth(num_drafts), chunk=chunk, num_modules=num_modules, max_num_seqs=1)
-    )
+def test_drafts_are_those_of_the_whole_text(num_drafts: int, length: int, chunk: int) -> None:
+    models, prompt = make_models(), random_ids(length, VOCAB_SIZE)
+    core = make_engine(Settings(depth=FixedDepth(num_drafts), chunk=chunk, max_num_seqs=1))
 
     serve(core, "a", prompt, GREEDY)
 
@@ -95,11 +87,10 @@ def test_drafts_are_those_of_the_whole_text(
             assert logits.max() - logits[draft] < 1e-4, f"{text}: {drafts}"
 
 
-@pytest.mark.parametrize("num_modules", [1, 2, 3])
-def test_the_first_drafts_equal_transformers(num_modules: int) -> None:
+def test_the_first_draft_equals_transformers() -> None:
     """transformers' own loop over its modules, at the end of a prompt."""
-    models, prompt = make_models(num_modules), random_ids(70, VOCAB_SIZE)
-    core = make_engine(Settings(depth=FixedDepth(num_modules), num_modules=num_modules))
+    models, prompt = make_models(), random_ids(70, VOCAB_SIZE)
+    core = make_engine(Settings(depth=FixedDepth(1)))
     serve(core, "a", prompt, GREEDY)
     text, drafts = drafts_of(core, prompt)[0]
 
@@ -114,7 +105,7 @@ def test_the_first_drafts_equal_transformers(num_modules: int) -> None:
         )
 
     assert tuple(expected[0].tolist()) == drafts
-    for ours, theirs in zip(guess_again(models, text, num_modules), logits[0], strict=True):
+    for ours, theirs in zip(guess_again(models, text, 1), logits[0], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -126,11 +117,10 @@ def test_most_drafts_of_these_models_are_right_and_not_all() -> None:
     assert 0.3 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.98, stats
 
 
-@pytest.mark.parametrize("num_modules", [1, 3])
 @pytest.mark.parametrize("length", [40, 64, 66, 67, 100, 129])
-def test_a_hit_drafts_as_the_cold_run_did(length: int, num_modules: int) -> None:
+def test_a_hit_drafts_as_the_cold_run_did(length: int) -> None:
     prompt = random_ids(length, VOCAB_SIZE)
-    core = make_engine(Settings(depth=FixedDepth(4), num_modules=num_modules))
+    core = make_engine(Settings(depth=FixedDepth(4)))
     assert isinstance(core.runner, RecordedRunner)
     runs = []
     for request_id in ("cold", "warm"):

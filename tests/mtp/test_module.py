@@ -17,9 +17,9 @@ from whalepod.mtp.module import MtpModule
 NUM_LAYERS = 3
 
 
-def make_mtp_oracle(oracle: PreTrainedModel, num_modules: int = 1, seed: int = 0) -> MtpModel:
-    """Build transformers' modules on top of `oracle`, with random weights of a useful scale."""
-    mtp = MtpModel(oracle, num_modules)
+def make_mtp_oracle(oracle: PreTrainedModel, seed: int = 0) -> MtpModel:
+    """Build transformers' module on top of `oracle`, with random weights of a useful scale."""
+    mtp = MtpModel(oracle, 1)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in mtp.layers.state_dict().values():
@@ -31,14 +31,13 @@ def make_mtp_oracle(oracle: PreTrainedModel, num_modules: int = 1, seed: int = 0
 
 
 class MtpOracleWeights(OracleWeights):
-    """The modules' tensors under DeepSeek's names."""
+    """The module's tensors under DeepSeek's names."""
 
     def __init__(self, oracle: PreTrainedModel, mtp: MtpModel) -> None:
         super().__init__(oracle)
-        for index, layer in enumerate(mtp.layers):
-            for name, tensor in layer.state_dict().items():
-                name = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
-                self._add(f"model.layers.{NUM_LAYERS + index}.{name}", tensor)
+        for name, tensor in mtp.layers[0].state_dict().items():
+            name = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+            self._add(f"model.layers.{NUM_LAYERS}.{name}", tensor)
 
 
 @torch.no_grad()

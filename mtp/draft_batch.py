@@ -26,7 +26,7 @@ class Draw(NamedTuple):
 GREEDY = Draw(temperature=0.0, seed=0)
 
 
-class KnownEnd(NamedTuple):
+class DraftInput(NamedTuple):
     """The end of a text, known since the step.
 
     token_ids    the drafts of the step that were right, then, if more are wanted, the token behind
@@ -48,7 +48,7 @@ class KnownEnd(NamedTuple):
     draw: Draw | None = None
 
 
-class Tail:
+class DraftBatch:
     """Texts whose ends are computed in one pass, and the passes that continue them.
 
     token_ids_T, positions_T, slots_T   the known tokens of all texts, and in each text as many
@@ -94,7 +94,7 @@ class Tail:
             for depth in range(len(self._lengths))
         )
 
-    def fill(self, texts: Sequence[KnownEnd]) -> None:
+    def fill(self, texts: Sequence[DraftInput]) -> None:
         """Write what a step brought. Texts that want fewer guesses than there are passes may get
         places that are not theirs in the passes behind."""
         begin = 0
@@ -113,7 +113,7 @@ class Tail:
             self._last[b] = begin - 1 - text.num_wrong
             self._fill_ends(b, text, text.start + num_known - 1)
 
-    def _fill_ends(self, b: int, text: KnownEnd, newest: int) -> None:
+    def _fill_ends(self, b: int, text: DraftInput, newest: int) -> None:
         table = text.block_ids
         self.drafts[0, b] = text.token_ids[-1]
         for depth in range(text.num_wanted):
@@ -134,14 +134,14 @@ class Tail:
             self._written[b] = block_ids
 
 
-class Tails:
-    """Tails by their shape, so that steps of the same shape find the same memory."""
+class DraftBatches:
+    """DraftBatches by their shape, so that steps of the same shape find the same memory."""
 
     def __init__(self) -> None:
-        self._tails: OrderedDict[tuple[int, int, int, int], Tail] = OrderedDict()
+        self._draft_batches: OrderedDict[tuple[int, int, int, int], DraftBatch] = OrderedDict()
 
-    def fill(self, texts: Sequence[KnownEnd]) -> Tail:
-        """Return the tail of texts; the next one of the same shape overwrites it."""
+    def fill(self, texts: Sequence[DraftInput]) -> DraftBatch:
+        """Return the draft_batch of texts; the next one of the same shape overwrites it."""
         num_tokens = num_passes = width = 0
         for text in texts:
             num_tokens += len(text.token_ids) + text.num_wrong
@@ -149,12 +149,12 @@ class Tails:
             width = max(width, len(text.block_ids))
         width = 1 << (width - 1).bit_length()  # so that growing texts change shape rarely
         shape = (num_tokens, len(texts), num_passes, width)
-        tail = self._tails.get(shape)
-        if tail is None:
-            tail = self._tails[shape] = Tail(*shape)
-            if len(self._tails) > MAX_LAYOUTS:
-                self._tails.popitem(last=False)
+        draft_batch = self._draft_batches.get(shape)
+        if draft_batch is None:
+            draft_batch = self._draft_batches[shape] = DraftBatch(*shape)
+            if len(self._draft_batches) > MAX_LAYOUTS:
+                self._draft_batches.popitem(last=False)
         else:
-            self._tails.move_to_end(shape)
-        tail.fill(texts)
-        return tail
+            self._draft_batches.move_to_end(shape)
+        draft_batch.fill(texts)
+        return draft_batch

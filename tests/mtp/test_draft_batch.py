@@ -8,8 +8,8 @@ import torch
 from tests.models.oracle import random_ids
 from tests.mtp.speculating import VOCAB_SIZE, make_models
 from whalepod.models.cache import LatentCache
+from whalepod.mtp.draft_batch import MAX_LAYOUTS, DraftBatches, DraftInput, Draw
 from whalepod.mtp.module import MtpModule
-from whalepod.mtp.tail import MAX_LAYOUTS, Draw, KnownEnd, Tails
 from whalepod.server.engine.batching import BatchBuilder
 
 GREEDY, RANDOM = Draw(temperature=0.0, seed=0), Draw(temperature=0.8, seed=5)
@@ -20,7 +20,7 @@ class Place:
 
     def __init__(self, draw: Draw | None, num_wanted: int = 3) -> None:
         models = make_models()
-        self.module: MtpModule = models.modules[0]
+        self.module: MtpModule = models.module
         config = models.model.config
         self.cache = LatentCache(
             num_layers=config.num_layers + 1,
@@ -36,7 +36,7 @@ class Place:
         for number, (length, num_wrong) in enumerate([(70, 0), (3, 2), (127, 1)]):
             ids = random_ids(length, VOCAB_SIZE, seed=number)
             states_TH = torch.randn(length + 2, config.hidden_size)
-            text = KnownEnd(
+            text = DraftInput(
                 sequence_id=number,
                 token_ids=tuple(ids[-2:]),
                 start=length - 2,
@@ -51,7 +51,7 @@ class Place:
             if length > 3:
                 self.write(text._replace(token_ids=tuple(ids[1:-2]), start=1), states_TH)
 
-    def write(self, span: KnownEnd, states_TH: torch.Tensor) -> None:
+    def write(self, span: DraftInput, states_TH: torch.Tensor) -> None:
         """Store rows of a span, made of the states before its tokens."""
         batch = self.batches.build([span])
         end = span.start + len(span.token_ids)
@@ -101,31 +101,31 @@ def test_all_passes_in_one_guess_what_passes_one_by_one_do(draw: Draw) -> None:
 
     for _ in range(3):  # computed, recorded, repeated
         fresh = Place(draw)
-        tail = Tails().fill(fresh.texts)
+        draft_batch = DraftBatches().fill(fresh.texts)
         for _ in range(3):
-            fresh.module.guess(fresh.previous_TH, tail, fresh.cache)
-            assert tail.drafts_KB.T.tolist() == expected
+            fresh.module.guess(fresh.previous_TH, draft_batch, fresh.cache)
+            assert draft_batch.drafts_KB.T.tolist() == expected
 
 
 def test_a_repeated_program_reads_the_texts_of_its_step() -> None:
     place = Place(RANDOM, num_wanted=2)
-    tails = Tails()
+    draft_batches = DraftBatches()
     for number in range(4):
         texts = [text._replace(draw=Draw(0.8, 100 * number)) for text in place.texts]
         place.texts = texts
-        tail = tails.fill(texts)
-        place.module.guess(place.previous_TH, tail, place.cache)
-        found = tail.drafts_KB.T.tolist()
+        draft_batch = draft_batches.fill(texts)
+        place.module.guess(place.previous_TH, draft_batch, place.cache)
+        found = draft_batch.drafts_KB.T.tolist()
         again = Place(None, num_wanted=2)
         again.texts = texts
         assert found == [again.guess_slowly(i) for i in range(3)], number
 
 
 def test_shapes_share_memory_and_old_ones_go() -> None:
-    tails = Tails()
+    draft_batches = DraftBatches()
     text = Place(GREEDY).texts[0]
-    first = tails.fill([text])
-    assert tails.fill([text._replace(token_ids=(1, 2))]) is first
+    first = draft_batches.fill([text])
+    assert draft_batches.fill([text._replace(token_ids=(1, 2))]) is first
     for num_wrong in range(1, MAX_LAYOUTS + 1):
-        tails.fill([text._replace(num_wrong=num_wrong, start=1)])
-    assert tails.fill([text]) is not first
+        draft_batches.fill([text._replace(num_wrong=num_wrong, start=1)])
+    assert draft_batches.fill([text]) is not first
