@@ -16,7 +16,7 @@ from whalepod.models.config import load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.layout import checkpoint_tensors
 from whalepod.models.synthetic import synthesize
-from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, mtp_layer
+from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, is_mtp_tensor
 
 PARTIAL_BLOCKS = {"hidden_size": 160, "intermediate_size": 288, "q_lora_rank": 96}
 """Sizes that are no multiples of 128: the last block of a row or column is cut."""
@@ -97,5 +97,5 @@ def test_a_rank_of_the_model_reads_all_but_the_experts_of_others(tmp_path: Path)
     assert weights.bytes_read == sum(
         4 * torch.Size(shape).numel()
         for name, shape in checkpoint_tensors(config)
-        if mtp_layer(name, config) is None and not any(other in name for other in others)
+        if not is_mtp_tensor(name, config) and not any(other in name for other in others)
     )
