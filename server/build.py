@@ -1,6 +1,6 @@
 """The composition root: the only place that chooses backends and puts the parts together.
 
-Read `_build_engine` first; `build_model`, `build_speculation` and `cache_memory` are its parts.
+Read `build_core` first; `build_model`, `build_speculation` and `cache_memory` are its parts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import time
 from functools import partial
 from typing import BinaryIO
 
-import torch
-
+from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.cache import LatentCache
 from whalepod.mtp.config import SpeculationConfig
@@ -22,10 +21,11 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.build_model import (
+    Checkpoint,
     LoadedModel,
-    NewPlacement,
     eos_token_ids_of,
     load_model,
+    read_checkpoint,
     startup_errors,
 )
 from whalepod.server.build_speculation import (
@@ -48,30 +48,33 @@ from whalepod.server.messages import EngineInfo
 from whalepod.server.structured.interface import Compiler
 
 
-def build_engine(config: EngineConfig, new_placement: NewPlacement | None = None) -> EngineCore:
+def build_engine(config: EngineConfig) -> EngineCore:
     """Load the model and put an engine around it, warmed up and ready.
-
-    new_placement  says which experts to load, once the model's configuration is known; None: all
 
     Raises StartupError, one sentence, for what a user can mend.
     """
+    if config.parallel.expert_parallel_size > 1:
+        raise StartupError(
+            f"expert_parallel_size is {config.parallel.expert_parallel_size}, and this is one "
+            "engine: ranks are started by `whalepod serve`"
+        )
     with startup_errors():
-        return _build_engine(config, new_placement)
+        return build_core(read_checkpoint(config))
 
 
-def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> EngineCore:
-    started = time.monotonic()
-    _refuse_hopeless(config, is_rank=new_placement is not None)
-    if config.device.num_threads:
-        torch.set_num_threads(config.device.num_threads)
-    loaded = load_model(config, new_placement)
+def build_core(checkpoint: Checkpoint, placement: ExpertPlacement | None = None) -> EngineCore:
+    """Load a checkpoint's weights and put an engine around the model; see `build_engine`.
+
+    placement  where the routed experts are; None: all of them here
+    """
+    loaded = load_model(checkpoint, placement)
     config = loaded.engine_config
     eos_token_ids = eos_token_ids_of(loaded)
     runners = _Runners(loaded)
     runner = runners.new(config.speculation)
     warm_up(runner, config.scheduler, config.speculation.max_depth if runner.makes_drafts else 0)
     # a rank of a group has not all experts before the others are there: its guesses mean nothing
-    if loaded.mtp is not None and new_placement is None and config.source.load_format != "dummy":
+    if loaded.mtp is not None and placement is None and config.source.load_format != "dummy":
         check_acceptance(
             runners.new(SpeculationConfig(speculation_method="mtp")),
             config.scheduler,
@@ -86,22 +89,13 @@ def _build_engine(config: EngineConfig, new_placement: NewPlacement | None) -> E
     return EngineCore(
         _new_scheduler(loaded, runners.num_blocks, eos_token_ids, journal),
         runner,
-        _describe(loaded, runners.cache, speculation, time.monotonic() - started),
+        _describe(loaded, runners.cache, speculation, time.monotonic() - checkpoint.started_s),
         depth=new_depth(config.speculation) if runner.makes_drafts else None,
         seed=config.source.seed,
         hooks=hooks,
         grammars=_new_grammars(loaded, eos_token_ids),
         journal=journal,
     )
-
-
-def _refuse_hopeless(config: EngineConfig, *, is_rank: bool) -> None:
-    """Raise StartupError for what no model could change, before minutes are spent on loading."""
-    if config.parallel.expert_parallel_size > 1 and not is_rank:
-        raise StartupError(
-            f"expert_parallel_size is {config.parallel.expert_parallel_size}, and this is one "
-            "engine: ranks are started by `whalepod serve`"
-        )
 
 
 # -- the runner ---------------------------------------------------------------------------------

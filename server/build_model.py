@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -29,7 +29,6 @@ from whalepod.models.source import (
 )
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
 from whalepod.mtp.module import MtpModule
-from whalepod.scheduler.config import SchedulerConfig
 from whalepod.server.build_speculation import load_mtp, wants_mtp
 from whalepod.server.cache_memory import settle_length
 from whalepod.server.config import EngineConfig, ModelSource
@@ -68,29 +67,46 @@ class LoadedModel:
         return self.config.num_layers + (self.mtp is not None)
 
 
-class NewPlacement(Protocol):
-    """Says where the routed experts live, once it is known how many there are.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A model whose configuration was read and whose weights were not.
 
-    `limits` are settled. Raises StartupError if they cannot be spread.
+    engine_config  what was asked for, with the model's own limits in place of zeros
+    started_s      on the monotonic clock, when its configuration was read
     """
 
-    def __call__(
-        self, config: ModelConfig, limits: SchedulerConfig, kernels: Kernels, dtype: torch.dtype
-    ) -> ExpertPlacement: ...
+    config: ModelConfig
+    engine_config: EngineConfig
+    folder: Path
+    dtype: torch.dtype
+    kernels: Kernels
+    started_s: float
 
 
-def load_model(config: EngineConfig, new_placement: NewPlacement | None = None) -> LoadedModel:
-    """Read or make the weights that the configuration names."""
-    source = config.source
+def read_checkpoint(config: EngineConfig) -> Checkpoint:
+    """Read the configuration of the model that was asked for, and choose what it runs on."""
+    started_s, source = time.monotonic(), config.source
+    if config.device.num_threads:
+        torch.set_num_threads(config.device.num_threads)
     with_weights = source.load_format != "dummy"
     folder = resolve_model(source.model, source.revision, with_weights=with_weights)
     model_config = load_config(folder)
     config = replace(config, scheduler=settle_length(config.scheduler, model_config))
     dtype = _choose_dtype(source, model_config)
-    kernels = choose_kernels(config, dtype)
-    placement = None
-    if new_placement is not None:
-        placement = new_placement(model_config, config.scheduler, kernels, dtype)
+    return Checkpoint(
+        config=model_config,
+        engine_config=config,
+        folder=folder,
+        dtype=dtype,
+        kernels=choose_kernels(config, dtype),
+        started_s=started_s,
+    )
+
+
+def load_model(checkpoint: Checkpoint, placement: ExpertPlacement | None = None) -> LoadedModel:
+    """Read or make the weights; `placement` says which experts to load, None: all."""
+    model_config, config = checkpoint.config, checkpoint.engine_config
+    folder, kernels, dtype = checkpoint.folder, checkpoint.kernels, checkpoint.dtype
     weights = _new_weights(config, model_config, folder, kernels, dtype, placement)
     model = DeepseekV3(
         model_config,
@@ -125,12 +141,10 @@ def load_model_for_bench(config: EngineConfig, num_positions: int) -> LoadedMode
 
     Raises StartupError, one sentence, for what a user can mend.
     """
-    if config.device.num_threads:
-        torch.set_num_threads(config.device.num_threads)
     limits = replace(config.scheduler, max_model_len=num_positions)
     off = replace(config.speculation, speculation="off")
     with startup_errors():
-        return load_model(replace(config, scheduler=limits, speculation=off))
+        return load_model(read_checkpoint(replace(config, scheduler=limits, speculation=off)))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 import whalepod
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.server.cluster.nodes import NodePlan, plan_nodes
+from whalepod.server.cluster.node_plan import NodePlan, plan_nodes
 from whalepod.server.config import (
     DeviceConfig,
     EngineConfig,

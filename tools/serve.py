@@ -18,11 +18,11 @@ from whalepod.server.config import EngineConfig, GatewayConfig
 from whalepod.server.errors import GroupLost, StartupError
 
 if TYPE_CHECKING:
-    from whalepod.server.cluster.launch import RankGroup
     from whalepod.server.cluster.leader import Leader
-    from whalepod.server.cluster.nodes import NodePlan
+    from whalepod.server.cluster.node_plan import NodePlan
+    from whalepod.server.cluster.rank_group import RankGroup
+    from whalepod.server.engine_launcher import EngineProcess
     from whalepod.server.gateway.tokenizer import TextTokenizer
-    from whalepod.server.launch import EngineProcess
     from whalepod.server.messages import EngineInfo
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -106,8 +106,8 @@ def _new_engine(
     engine: EngineConfig, plan: NodePlan | None, folder: Path
 ) -> EngineProcess | RankGroup | Leader:
     """Return the one engine, or the ranks, that serve; not started yet."""
-    from whalepod.server.cluster.launch import RankGroup
-    from whalepod.server.launch import EngineProcess
+    from whalepod.server.cluster.rank_group import RankGroup
+    from whalepod.server.engine_launcher import EngineProcess
 
     if plan is not None:
         from whalepod.server.cluster.leader import Leader  # brings torch with it

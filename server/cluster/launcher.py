@@ -12,9 +12,9 @@ import whalepod
 from whalepod.ep_comm.handshake import describe
 from whalepod.models.packed_files import fingerprint
 from whalepod.server.choose_transport import choose_transport
-from whalepod.server.cluster.nodes import NodePlan
+from whalepod.server.cluster.group_store import GroupStore, open_store
+from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.cluster.rendezvous import Roster, meet
-from whalepod.server.cluster.store import GroupStore, open_store
 from whalepod.server.cluster.waiting import Waiting
 from whalepod.server.config import EngineConfig, TransportName
 

@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Self
 
 from whalepod.server.channel import EngineChannel
-from whalepod.server.cluster.launch import RANK_MODULE, add_infos, naming
 from whalepod.server.cluster.launcher import met
 from whalepod.server.cluster.local_ranks import LAST_WORDS_S, LocalRanks
-from whalepod.server.cluster.nodes import NodePlan
+from whalepod.server.cluster.node_plan import NodePlan
+from whalepod.server.cluster.rank_group import RANK_MODULE, add_infos, naming
 from whalepod.server.cluster.rendezvous import (
     BEAT_S,
     End,
@@ -30,9 +30,9 @@ from whalepod.server.cluster.rendezvous import (
 )
 from whalepod.server.cluster.router import RankRouter
 from whalepod.server.config import EngineConfig
+from whalepod.server.engine_launcher import START_TIMEOUT_S, STOP_GRACE_S
 from whalepod.server.engine_socket import POLL_MS, EngineSocket
 from whalepod.server.errors import GroupLost, StartupError
-from whalepod.server.launch import START_TIMEOUT_S, STOP_GRACE_S
 from whalepod.server.messages import EngineInfo
 
 logger = logging.getLogger(__name__)

@@ -12,17 +12,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from whalepod.server.cluster.launch import (
+from whalepod.server.cluster.node_plan import NodePlan
+from whalepod.server.cluster.progress_board import ProgressBoard
+from whalepod.server.cluster.rank_assignment import (
+    RankAssignment,
+    RankConfig,
+    RendezvousInfo,
+    new_event_fds,
+)
+from whalepod.server.cluster.rank_group import (
     RANK_MODULE,
     settle_threads,
     share_cores,
 )
-from whalepod.server.cluster.nodes import NodePlan
-from whalepod.server.cluster.progress import ProgressBoard
-from whalepod.server.cluster.seat import Meeting, RankConfig, Seat, new_bells
 from whalepod.server.codec import encode_value
 from whalepod.server.config import EngineConfig, TransportName
-from whalepod.server.launch import STOP_GRACE_S, describe_exit, end, spawn
+from whalepod.server.engine_launcher import STOP_GRACE_S, describe_exit, end, spawn
 
 LAST_WORDS_S = 3.0
 """What a rank says about its own end reaches all machines within this time."""
@@ -54,7 +59,7 @@ class LocalRanks:
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="whalepod-"))  # 0700
-        self._bells = new_bells(self._plan.num_local)
+        self._events = new_event_fds(self._plan.num_local)
         self._board = ProgressBoard(self.folder, self._plan.num_ranks)
         return self
 
@@ -70,20 +75,20 @@ class LocalRanks:
         for process in self._processes.values():
             end(process, self._stop_grace_s)
         self._board.close()
-        for descriptor in self._bells:
+        for descriptor in self._events:
             os.close(descriptor)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self, addresses: Mapping[int, str]) -> None:
         """Start all ranks; each connects to the gateway's address for it."""
         for rank in self._plan.ranks:
-            payload = RankConfig(seat=self._new_seat(rank), engine=self._config)
+            payload = RankConfig(assignment=self._new_assignment(rank), engine=self._config)
             self._processes[rank] = spawn(
                 self._module,
                 addresses[rank],
                 encode_value(payload),
                 num_threads=self._config.device.num_threads,
-                pass_fds=self._bells,
+                pass_fds=self._events,
                 shared_folder=self.folder,
             )
 
@@ -109,17 +114,17 @@ class LocalRanks:
         progress = self._board.read(rank)
         return "it has not begun" if progress is None else f"it is in {progress}"
 
-    def _new_seat(self, rank: int) -> Seat:
+    def _new_assignment(self, rank: int) -> RankAssignment:
         plan = self._plan
-        return Seat(
+        return RankAssignment(
             rank=rank,
             num_ranks=plan.num_ranks,
             transport=self._transport,
             ranks_per_node=plan.ranks_per_node,
             folder=str(self.folder),
-            bell_descriptors=self._bells,
-            bell=rank - plan.first_rank,
-            meeting=Meeting(
+            event_fds=self._events,
+            event_index=rank - plan.first_rank,
+            rendezvous=RendezvousInfo(
                 host=plan.address,
                 port=plan.port,
                 attempt=plan.attempt,

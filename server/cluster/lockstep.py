@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from whalepod.ep_comm.parallel import ModeName
 from whalepod.mtp.depth import Depth
-from whalepod.server.cluster.record import Ending, RankRecord, group_step
+from whalepod.server.cluster.rank_record import RankRecord, StepOutcome, group_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Lockstep:
         if self._depth is not None:
             self._depth.observe(group_step(records.values()))
         most_tokens = max(record.num_tokens for record in records.values())
-        self._settle_patience([record.ending for record in records.values()])
+        self._settle_patience([record.outcome for record in records.values()])
         renumber = self._renumber(records)
         if not most_tokens:
             self._must_renumber = renumber is not None
@@ -105,10 +105,10 @@ class Lockstep:
             patience=self._patience,
         )
 
-    def _settle_patience(self, endings: Collection[Ending]) -> None:
+    def _settle_patience(self, outcomes: Collection[StepOutcome]) -> None:
         """Wait longer where a step failed although nobody raised and all have come here since: some
         rank is slow, and would be late again."""
-        if Ending.FAILED_ELSEWHERE in endings and Ending.FAILED_HERE not in endings:
+        if StepOutcome.FAILED_ELSEWHERE in outcomes and StepOutcome.FAILED_HERE not in outcomes:
             self._patience, self._num_calm = min(2 * self._patience, MAX_PATIENCE), 0
         elif self._patience > 1:
             self._num_calm += 1
@@ -122,7 +122,7 @@ class Lockstep:
     def _renumber(self, records: Mapping[int, RankRecord]) -> tuple[int, int] | None:
         """Return the most calls of any rank if they may have come out of step."""
         calls = [record.calls for record in records.values()]
-        failed = any(record.ending is not Ending.DONE for record in records.values())
+        failed = any(record.outcome is not StepOutcome.DONE for record in records.values())
         must = self._must_renumber or failed or len(set(calls)) > 1
         self._must_renumber = False
         return (max(low for low, _ in calls), max(bulk for _, bulk in calls)) if must else None

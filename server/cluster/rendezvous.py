@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalepod.ep_comm.handshake import differences
-from whalepod.server.cluster.membership import Membership
-from whalepod.server.cluster.nodes import NodePlan
-from whalepod.server.cluster.store import GroupStore
+from whalepod.server.cluster.group_store import GroupStore
+from whalepod.server.cluster.membership_store import Membership
+from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.cluster.store_membership import read_newest
 from whalepod.server.cluster.waiting import Waiting
 from whalepod.server.errors import StartupError

@@ -6,8 +6,8 @@ import json
 import threading
 from collections.abc import Callable
 
-from whalepod.server.cluster.membership import Membership
-from whalepod.server.cluster.store import GroupStore
+from whalepod.server.cluster.group_store import GroupStore
+from whalepod.server.cluster.membership_store import Membership
 from whalepod.server.errors import GroupLost
 
 POLL_S = 0.2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from whalepod.server.cluster.launcher import Party, met
 from whalepod.server.cluster.local_ranks import LocalRanks
-from whalepod.server.cluster.nodes import NodePlan
+from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.cluster.rendezvous import (
     BEAT_S,
     End,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from whalepod.ep_comm.parallel import Note
 from whalepod.server.channel import EngineServer
-from whalepod.server.cluster.process import exit_at_once, open_rank
-from whalepod.server.cluster.seat import RankConfig
+from whalepod.server.cluster.rank_assignment import RankConfig
+from whalepod.server.cluster.rank_process import exit_at_once, open_rank
 from whalepod.server.codec import decode_value
-from whalepod.server.engine.process import ServedEngine, main_of
+from whalepod.server.engine_process import ServedEngine, main_of
 
 
 def breakable(note: Note, rank: int, folder: Path) -> Note:
@@ -40,9 +40,12 @@ def breakable(note: Note, rank: int, folder: Path) -> Note:
 def open_breakable(
     data: bytes, server: EngineServer, should_stop: Callable[[], bool]
 ) -> ServedEngine:
-    seat = decode_value(RankConfig, data).seat
+    assignment = decode_value(RankConfig, data).assignment
     return open_rank(
-        data, server, should_stop, lambda note: breakable(note, seat.rank, Path(seat.folder))
+        data,
+        server,
+        should_stop,
+        lambda note: breakable(note, assignment.rank, Path(assignment.folder)),
     )
 
 

@@ -18,10 +18,10 @@ from whalepod.ep_comm.modes.low_latency import DispatchInFlight, LowLatency
 from whalepod.ep_comm.modes.throughput import Throughput
 from whalepod.ep_comm.modes.throughput_rows import Received
 from whalepod.server.channel import EngineServer
-from whalepod.server.cluster.process import open_rank
-from whalepod.server.cluster.seat import RankConfig
+from whalepod.server.cluster.rank_assignment import RankConfig
+from whalepod.server.cluster.rank_process import open_rank
 from whalepod.server.codec import decode_value
-from whalepod.server.engine.process import ServedEngine, main_of
+from whalepod.server.engine_process import ServedEngine, main_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +101,8 @@ def open_counted(
     data: bytes, server: EngineServer, should_stop: Callable[[], bool]
 ) -> ServedEngine:
     """Write down what is sent once the rank is there: not its warm-up, which is a group of one."""
-    seat = decode_value(RankConfig, data).seat
-    ledger = _Ledger(Path(seat.folder) / f"wire.{seat.rank}")
+    assignment = decode_value(RankConfig, data).assignment
+    ledger = _Ledger(Path(assignment.folder) / f"wire.{assignment.rank}")
     engine = open_rank(data, server, should_stop)
     ledger.count_low_latency()
     ledger.count_throughput()

@@ -28,11 +28,11 @@ from whalepod.mtp.drafter import Drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.scheduler import Scheduler
+from whalepod.server.cluster.group_member import GroupMember, HealthMonitor
 from whalepod.server.cluster.lockstep import Lockstep
-from whalepod.server.cluster.member import GroupMember, Watch
-from whalepod.server.cluster.membership import MembershipStore, MemoryStore
-from whalepod.server.cluster.rank import LockstepEngine
-from whalepod.server.cluster.record import record_bytes
+from whalepod.server.cluster.lockstep_engine import LockstepEngine
+from whalepod.server.cluster.membership_store import MembershipStore, MemoryStore
+from whalepod.server.cluster.rank_record import record_bytes
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.runner import Runner
@@ -198,7 +198,7 @@ def new_rank(
     described: Mapping[str, str] | None = None,
 ) -> Rank:
     """Build a rank and let it join."""
-    watch = Watch(store)
+    watch = HealthMonitor(store)
     kernels = CpuKernels(is_invariant=True)
     group = Group(transport, is_gone=watch)
     dispatcher = ModeLog(

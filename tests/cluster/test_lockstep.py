@@ -11,16 +11,16 @@ from hypothesis import given, strategies as st
 from whalepod.mtp.depth import AdaptiveDepth, FixedDepth
 from whalepod.mtp.stats import StepRecord
 from whalepod.server.cluster.lockstep import Lockstep, Mismatch, Park, Remove, Step
-from whalepod.server.cluster.membership import (
+from whalepod.server.cluster.membership_store import (
     FolderStore,
     Membership,
     MembershipStore,
     MemoryStore,
     change,
 )
-from whalepod.server.cluster.record import (
-    Ending,
+from whalepod.server.cluster.rank_record import (
     RankRecord,
+    StepOutcome,
     from_tensor,
     group_step,
     record_bytes,
@@ -66,18 +66,19 @@ def test_the_draft_layer_runs_equally_often_on_all_ranks_and_not_if_nobody_wants
     assert lockstep.decide({0: replace(DECODING, num_drafts=0)}) == Step("low_latency", 0, None)
 
 
-@pytest.mark.parametrize("ending", [Ending.FAILED_HERE, Ending.FAILED_ELSEWHERE])
-def test_after_a_failed_step_all_number_their_calls_above_the_highest(ending: Ending) -> None:
+@pytest.mark.parametrize("outcome", [StepOutcome.FAILED_HERE, StepOutcome.FAILED_ELSEWHERE])
+def test_after_a_failed_step_all_number_their_calls_above_the_highest(outcome: StepOutcome) -> None:
     lockstep = new_lockstep()
     records = {
         0: replace(DECODING, calls=(10, 4)),
-        1: replace(DECODING, calls=(8, 5), ending=ending),
+        1: replace(DECODING, calls=(8, 5), outcome=outcome),
     }
     failed = lockstep.decide(records)
     assert isinstance(failed, Step)
     assert failed.renumber == (10, 5)
     level = {
-        rank: replace(record, calls=(12, 6), ending=Ending.DONE) for rank, record in records.items()
+        rank: replace(record, calls=(12, 6), outcome=StepOutcome.DONE)
+        for rank, record in records.items()
     }
     after = lockstep.decide(level)
     assert isinstance(after, Step)
@@ -86,8 +87,8 @@ def test_after_a_failed_step_all_number_their_calls_above_the_highest(ending: En
 
 def test_a_slow_rank_is_given_more_time_for_a_while_and_one_that_raises_is_not() -> None:
     lockstep = new_lockstep()
-    late = {0: replace(DECODING, ending=Ending.FAILED_ELSEWHERE), 1: IDLE}
-    raising = {0: late[0], 1: replace(IDLE, ending=Ending.FAILED_HERE)}
+    late = {0: replace(DECODING, outcome=StepOutcome.FAILED_ELSEWHERE), 1: IDLE}
+    raising = {0: late[0], 1: replace(IDLE, outcome=StepOutcome.FAILED_HERE)}
 
     def patience(records: dict[int, RankRecord], count: int) -> int:
         decisions = [lockstep.decide(records) for _ in range(count)]
@@ -109,7 +110,9 @@ def test_ranks_whose_calls_differ_are_brought_together_though_none_has_failed() 
 
 def test_a_renumbering_that_falls_into_a_park_is_made_up_for() -> None:
     lockstep = new_lockstep()
-    assert lockstep.decide({0: replace(IDLE, ending=Ending.FAILED_HERE, calls=(5, 0))}) == Park()
+    assert (
+        lockstep.decide({0: replace(IDLE, outcome=StepOutcome.FAILED_HERE, calls=(5, 0))}) == Park()
+    )
     assert lockstep.decide({0: replace(DECODING, calls=(5, 0))}) == Step("low_latency", 0, (5, 0))
 
 
@@ -171,7 +174,7 @@ records = st.builds(
     RankRecord,
     epoch=st.integers(0, 1 << 31),
     version=st.integers(0, (1 << 56) - 1),
-    ending=st.sampled_from(Ending),
+    outcome=st.sampled_from(StepOutcome),
     calls=st.tuples(st.integers(0, 1 << 50), st.integers(0, 1 << 50)),
     num_tokens=st.integers(0, 1 << 20),
     num_drafts=st.integers(0, 4),

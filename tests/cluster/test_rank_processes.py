@@ -22,7 +22,7 @@ from tests.equality import assert_bit_equal
 from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.params import SamplingParams
-from whalepod.server.cluster.launch import RankGroup
+from whalepod.server.cluster.rank_group import RankGroup
 from whalepod.server.cluster.router import RankRouter
 from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource, ParallelConfig
 from whalepod.server.engine.local import Engine, Generation

@@ -17,8 +17,15 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from tests.gateway.serving import wait_until
-from whalepod.server.cluster.membership import Membership, change
-from whalepod.server.cluster.nodes import NodePlan
+from whalepod.server.cluster.group_store import (
+    GroupStore,
+    StoreLost,
+    connect,
+    connect_library,
+    open_store,
+)
+from whalepod.server.cluster.membership_store import Membership, change
+from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.cluster.rendezvous import (
     SILENCE_S,
     End,
@@ -29,13 +36,6 @@ from whalepod.server.cluster.rendezvous import (
     meet,
     read_end,
     wait_until_left,
-)
-from whalepod.server.cluster.store import (
-    GroupStore,
-    StoreLost,
-    connect,
-    connect_library,
-    open_store,
 )
 from whalepod.server.cluster.store_membership import StoreMembership
 from whalepod.server.cluster.waiting import Waiting

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import whalepod
-from whalepod.server.cluster.nodes import NodePlan
+from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.config import EngineConfig, GatewayConfig, NodesConfig
 from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.messages import Stats

@@ -131,7 +131,7 @@ def ranks_of(launcher: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
                 below += [int(child) for child in file.read().split()]
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            if b"whalepod.server.cluster.process" in file.read():
+            if b"whalepod.server.cluster.rank_process" in file.read():
                 found.append(pid)
     return found
 

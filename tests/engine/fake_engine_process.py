@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from whalepod.server.config import EngineConfig
-from whalepod.server.engine.process import main
+from whalepod.server.engine_process import main
 from whalepod.server.errors import StartupError
 
 if TYPE_CHECKING:

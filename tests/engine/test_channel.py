@@ -17,7 +17,7 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.server import channel as channel_module, output_queue
 from whalepod.server.channel import EngineChannel, EngineServer, new_socket
 from whalepod.server.engine.core import EngineCore
-from whalepod.server.engine.process import serve
+from whalepod.server.engine_process import serve
 from whalepod.server.errors import EngineLost, RequestRejected
 from whalepod.server.messages import EngineFailed, SequenceOutput, StepOutputs, Submit
 

@@ -20,8 +20,8 @@ from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
 from whalepod.server.engine.local import Engine
+from whalepod.server.engine_launcher import EngineProcess
 from whalepod.server.errors import EngineLost, StartupError
-from whalepod.server.launch import EngineProcess
 from whalepod.server.messages import SequenceOutput, Submit
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -223,7 +223,7 @@ def cpu_seconds(pid: int) -> float:
 def test_an_engine_ends_with_its_launcher(folder_of_sockets: Path) -> None:
     """The launcher is killed: it cannot clean up, so the engine does."""
     launcher = (
-        "import sys; from whalepod.server.launch import EngineProcess\n"
+        "import sys; from whalepod.server.engine_launcher import EngineProcess\n"
         "from whalepod.server.config import EngineConfig\n"
         "e = EngineProcess(EngineConfig(), module='tests.engine.fake_engine_process')\n"
         "e.__enter__(); print(e.pid, flush=True); sys.stdin.read()"

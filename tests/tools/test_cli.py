@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import whalepod
-from whalepod.server.cluster.nodes import NodePlan
+from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.config import EngineConfig, GatewayConfig
 from whalepod.tools import cli
 from whalepod.tools.flags import parse_number

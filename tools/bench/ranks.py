@@ -112,8 +112,8 @@ def bench_ranks(engine: EngineConfig, config: RanksConfig) -> int:
 
 
 async def _measure(engine: EngineConfig, config: RanksConfig) -> tuple[Measured, Measured]:
-    from whalepod.server.cluster.launch import RankGroup
-    from whalepod.server.launch import EngineProcess
+    from whalepod.server.cluster.rank_group import RankGroup
+    from whalepod.server.engine_launcher import EngineProcess
 
     alone = replace(engine, parallel=replace(engine.parallel, expert_parallel_size=1))
     async with AsyncExitStack() as stack:

@@ -71,6 +71,28 @@ class ProgressBoard:
         self._map.close()
 
 
+class StepProgress:
+    """One rank's slot: the step it is in, and the operation of that step."""
+
+    def __init__(self, board: ProgressBoard, rank: int) -> None:
+        self._board = board
+        self._rank = rank
+        self._num_steps = 0
+
+    def begin_step(self) -> None:
+        self._num_steps += 1
+        self._board.write(self._rank, self._num_steps, "")
+
+    def note(self, layer: str, operation: str) -> None:
+        """Note that an operation of a layer begins; "": none runs."""
+        self._board.write(self._rank, self._num_steps, _place_in_step(layer, operation))
+
+
+@lru_cache(maxsize=4096)
+def _place_in_step(layer: str, operation: str) -> str:
+    return f"{operation} of {layer}" if operation else ""
+
+
 @lru_cache(maxsize=4096)
 def _encode(operation: str) -> bytes:
     """Return the text of a slot. Each step has the same operations, five in each layer."""

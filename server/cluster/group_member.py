@@ -15,8 +15,8 @@ from whalepod.ep_comm.handshake import HandshakeError, shake_hands
 from whalepod.ep_comm.parallel import Dispatcher, Note, note_nothing
 from whalepod.ep_comm.traffic import GroupHeap
 from whalepod.server.cluster.lockstep import Decision, Lockstep, Mismatch, Remove, Step
-from whalepod.server.cluster.membership import Membership, MembershipStore, change
-from whalepod.server.cluster.record import RankRecord, from_tensor, to_tensor
+from whalepod.server.cluster.membership_store import Membership, MembershipStore, change
+from whalepod.server.cluster.rank_record import RankRecord, from_tensor, to_tensor
 from whalepod.server.errors import GroupLost
 
 GATHER_PATIENCE = 4.0
@@ -34,7 +34,7 @@ class RemovedFromGroup(GroupLost):
 
 
 @dataclass(slots=True)
-class Watch:
+class HealthMonitor:
     """Tells a waiting rank that nothing will come: the membership has changed, or it must stop.
 
     One for all groups of a rank (`Group.is_gone`).
@@ -54,7 +54,7 @@ class GroupMember:
     control    a view of the group for the records, apart from the dispatcher's: who is late in a
                layer may only be slow, who is late here is taken out
     described  what all ranks must agree on (see `handshake.describe`)
-    ring       wakes the ranks that sleep
+    wake_others  wakes the ranks that sleep
     note       hears when this rank waits for the others' records
     """
 
@@ -64,11 +64,11 @@ class GroupMember:
         heap: GroupHeap,
         dispatcher: Dispatcher,
         lockstep: Lockstep,
-        watch: Watch,
+        watch: HealthMonitor,
         described: Mapping[str, str],
         *,
         timeout_ms: float,
-        ring: Callable[[], None] = lambda: None,
+        wake_others: Callable[[], None] = lambda: None,
         note: Note = note_nothing,
     ) -> None:
         self._note = note
@@ -85,7 +85,7 @@ class GroupMember:
         self._version = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
         self._timeout_ms = timeout_ms
         self._gather_ms = GATHER_PATIENCE * timeout_ms
-        self._ring = ring
+        self._wake_others = wake_others
         self._accused: set[int] = set()
 
     @property
@@ -98,10 +98,15 @@ class GroupMember:
         """Return the ranks that do not belong to the group at present."""
         return sorted(set(range(self._control.num_ranks)) - self.membership.members)
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all ranks are members."""
+        return self.membership.epoch > 0 and not self.missing
+
     def join(self) -> None:
         """Become a member, ready to step. The others hear of it at once."""
         change(self._watch.store, lambda newest: newest.joined_by(self.rank))
-        self._ring()
+        self._wake_others()
 
     def adopt(self) -> None:
         """Go by the newest membership from here on.
@@ -142,10 +147,10 @@ class GroupMember:
         """Say whether another rank waits for this one's record."""
         return self._exchange.has_begun()
 
-    def agree(self, record: RankRecord, *, wakes_others: bool) -> Decision | None:
+    def agree(self, record: RankRecord, *, is_asleep: bool) -> Decision | None:
         """Exchange records and return what the group does; None: look at the membership again.
 
-        wakes_others  the group sleeps
+        is_asleep  the group sleeps
         """
         record = replace(
             record,
@@ -155,8 +160,8 @@ class GroupMember:
             accused=frozenset(self._accused),
         )
         self._exchange.post(to_tensor(record, self._control.num_ranks))
-        if wakes_others:
-            self._ring()
+        if is_asleep:
+            self._wake_others()
         self._note("the step", "gather of records")
         deadline_ms = self._control.deadline(self._gather_ms)
         found, status = self._exchange.collect(torch.int64, deadline_ms)
@@ -203,7 +208,7 @@ class GroupMember:
                 lambda newest: newest.without(decision.accused) if newest.epoch == epoch else None,
             )
             logger.error("ranks %s are taken out of the group", sorted(decision.accused))
-            self._ring()
+            self._wake_others()
         deadline_ms = self._control.deadline(self._gather_ms)
         while self.is_current and not self._watch.should_stop():
             if self._control.transport.now_ms() >= deadline_ms:

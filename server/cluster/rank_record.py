@@ -17,7 +17,7 @@ _BITS = 62
 """Ranks in one integer of a set of ranks; the sign stays free."""
 
 
-class Ending(IntEnum):
+class StepOutcome(IntEnum):
     """How a rank's last step ended."""
 
     DONE = 0
@@ -33,7 +33,7 @@ class RankRecord:
 
     epoch            of the membership that it goes by
     version          digest of weights, placement and settings
-    ending           of its last step
+    outcome          of its last step
     calls            how far its low-latency and its throughput calls are numbered
     num_tokens       the most that it would compute in the coming step; 0: nothing to do
     num_drafts       the most drafts that it could use behind a row
@@ -46,7 +46,7 @@ class RankRecord:
 
     epoch: int
     version: int
-    ending: Ending = Ending.DONE
+    outcome: StepOutcome = StepOutcome.DONE
     calls: tuple[int, int] = (0, 0)
     num_tokens: int = 0
     num_drafts: int = 0
@@ -58,7 +58,7 @@ class RankRecord:
 
 
 _SCALARS = (
-    "epoch", "version", "ending", "num_tokens", "num_drafts", "num_free_blocks", "num_waiting",
+    "epoch", "version", "outcome", "num_tokens", "num_drafts", "num_free_blocks", "num_waiting",
     "is_draining",
 )  # fmt: skip
 _STEP_SCALARS = tuple(f.name for f in fields(StepRecord) if f.type in ("int", "bool"))
@@ -99,7 +99,7 @@ def from_tensor(tensor: Tensor) -> RankRecord:
     )
     return RankRecord(
         **scalars
-        | {"ending": Ending(scalars["ending"]), "is_draining": bool(scalars["is_draining"])},
+        | {"outcome": StepOutcome(scalars["outcome"]), "is_draining": bool(scalars["is_draining"])},
         calls=calls,
         accused=_from_words(values[_NUM_FIXED:]),
         last_step=last_step,

@@ -1,4 +1,4 @@
-"""The engine's process: `python -m whalepod.server.engine.process`, started by `server/launch.py`.
+"""The process of an engine, `python -m whalepod.server.engine_process`; see `engine_launcher.py`.
 
 Its configuration comes on stdin (`codec.encode_value`), progress goes to stderr, and everything
 else over the channel: first an `EngineInfo`, or an `EngineFailed` when it cannot serve.

@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from whalepod.ep_comm.group import CallFailed
+from whalepod.ep_comm.handshake import HandshakeError
 from whalepod.ep_comm.parallel import Dispatcher
 from whalepod.mtp.stats import StepRecord
 from whalepod.scheduler.plan import Plan, StepResult
+from whalepod.server.cluster.group_member import GroupMember
 from whalepod.server.cluster.lockstep import Park, Step
-from whalepod.server.cluster.member import GroupMember
-from whalepod.server.cluster.record import Ending, RankRecord
+from whalepod.server.cluster.rank_record import RankRecord, StepOutcome
+from whalepod.server.cluster.waiting import Waiting
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.speculation import step_record
+from whalepod.server.errors import GroupLost, StartupError
 from whalepod.server.messages import (
     EngineInfo,
     Pong,
@@ -33,6 +36,8 @@ from whalepod.server.messages import (
     ToGateway,
 )
 
+JOIN_POLL_S = 0.02
+"""How often a rank looks whether all others are ready."""
 MAX_FAILURES = 4
 """Steps in a row that raise on this rank before it ends: something is broken for good."""
 
@@ -44,6 +49,7 @@ class LockstepEngine:
 
     max_num_drafts    k max of the group
     return_timeout_s  how long requests wait while the group cannot compute; then they are refused
+    begin_turn        called at the start of each step, before this rank looks at what others did
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class LockstepEngine:
         *,
         max_num_drafts: int,
         return_timeout_s: float,
+        begin_turn: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
@@ -61,9 +68,10 @@ class LockstepEngine:
         self._dispatcher = dispatcher
         self._max_num_drafts = max_num_drafts
         self._return_timeout_s = return_timeout_s
+        self._begin_turn = begin_turn
         self._clock = clock
         self._is_parked = False
-        self._ending = Ending.DONE
+        self._outcome = StepOutcome.DONE
         self._last_step = StepRecord()
         self._num_failures = 0
         self._stalled_since: float | None = None
@@ -81,19 +89,32 @@ class LockstepEngine:
     def is_stopping(self) -> bool:
         return self._core.is_stopping
 
-    @property
-    def is_ready(self) -> bool:
-        """Say whether all ranks are there."""
-        return self._member.membership.epoch > 0 and not self._member.missing
-
     def on_idle(self) -> None:
         self._core.on_idle()
 
     def close(self) -> None:
+        """Leave the group: the others' connections to this rank end."""
         self._core.close()
+        self._dispatcher.group.transport.close()
 
     def check(self) -> None:
         self._core.check()
+
+    def join(self, should_stop: Callable[[], bool], timeout_s: float) -> None:
+        """Become a member and wait until all ranks are. Raises StartupError."""
+        self._member.join()
+        waiting = Waiting(timeout_s)
+        try:
+            while not self._member.is_complete:
+                if should_stop():
+                    raise StartupError("told to stop before all ranks were ready")
+                self.step()
+                missing = f"ranks {self._member.missing} to load their weights"
+                if not waiting.goes_on(missing):
+                    raise StartupError(f"waited {timeout_s:g} s for {missing}")
+                time.sleep(JOIN_POLL_S)
+        except (HandshakeError, GroupLost) as error:
+            raise StartupError(str(error)) from error
 
     # -- messages in ----------------------------------------------------------------------------
 
@@ -142,7 +163,8 @@ class LockstepEngine:
 
     def step(self) -> StepOutputs | None:
         """Take one turn. None: there is nothing to send; `may_sleep` says whether to wait for a
-        message, or for other ranks' bell."""
+        message, or for another rank's event."""
+        self._begin_turn()
         self.may_sleep, self._has_run = False, False
         outputs = self._core.admit_compiled()
         outputs += self._take_turn()
@@ -164,11 +186,11 @@ class LockstepEngine:
         if self._is_parked and not num_tokens and not member.has_begun():
             self.may_sleep = not self._core.num_compiling
             return ()
-        decision = member.agree(self._record(num_tokens), wakes_others=self._is_parked)
+        decision = member.agree(self._record(num_tokens), is_asleep=self._is_parked)
         self._is_parked = isinstance(decision, Park)
         if decision is None:
             return ()
-        self._ending, self._last_step = Ending.DONE, StepRecord()
+        self._outcome, self._last_step = StepOutcome.DONE, StepRecord()
         if isinstance(decision, Step):
             return self._run(decision, num_tokens)
         self._stalled_since = None
@@ -179,7 +201,7 @@ class LockstepEngine:
         return RankRecord(
             epoch=0,
             version=0,
-            ending=self._ending,
+            outcome=self._outcome,
             num_tokens=num_tokens,
             num_drafts=self._max_num_drafts if num_tokens else 0,
             num_free_blocks=stats.num_free_blocks + stats.num_cached_blocks,
@@ -198,7 +220,7 @@ class LockstepEngine:
         except CallFailed as error:
             logger.error("rank %d: the step failed in %s", self._member.rank, error)
             self._note_stall(f"the group's step failed ({error})")
-            return self._fail(plan, Ending.FAILED_ELSEWHERE)
+            return self._fail(plan, StepOutcome.FAILED_ELSEWHERE)
         except Exception as error:
             logger.exception("rank %d: the step failed", self._member.rank)
             return self._fail_here(plan, error)
@@ -220,8 +242,8 @@ class LockstepEngine:
             raise
         return None
 
-    def _fail(self, plan: Plan | None, ending: Ending) -> Sequence[SequenceOutput]:
-        self._ending = ending
+    def _fail(self, plan: Plan | None, outcome: StepOutcome) -> Sequence[SequenceOutput]:
+        self._outcome = outcome
         if plan is not None:
             self._core.fail(plan)
         return ()
@@ -232,8 +254,8 @@ class LockstepEngine:
         if self._num_failures >= MAX_FAILURES:
             raise error
         if self._num_failures == 1 or plan is None:
-            return self._fail(plan, Ending.FAILED_HERE)
-        self._ending = Ending.FAILED_HERE
+            return self._fail(plan, StepOutcome.FAILED_HERE)
+        self._outcome = StepOutcome.FAILED_HERE
         return self._core.give_up(plan, error)
 
     def _note_stall(self, reason: str) -> None:

@@ -19,7 +19,7 @@ from whalepod.server.config import EngineConfig
 from whalepod.server.engine_socket import EngineSocket
 from whalepod.server.messages import EngineInfo
 
-ENGINE_MODULE = "whalepod.server.engine.process"
+ENGINE_MODULE = "whalepod.server.engine_process"
 START_TIMEOUT_S = 1800.0
 """Loading hundreds of gigabytes from a network disk takes its time; progress is on stderr."""
 STOP_GRACE_S = 10.0

@@ -1,6 +1,6 @@
 """Starts the ranks of a group on this machine, notices those that are lost, and starts them again.
 
-The launcher owns all that ranks share: memfds, bells and a private folder. It never computes.
+The launcher owns all that ranks share: memfds, events and a private folder. It never computes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,27 @@ from types import TracebackType
 from typing import Self
 
 from whalepod.server.choose_transport import can_return, choose_transport
-from whalepod.server.cluster.membership import FolderStore, change
-from whalepod.server.cluster.progress import ProgressBoard
+from whalepod.server.cluster.membership_store import FolderStore, change
+from whalepod.server.cluster.progress_board import ProgressBoard
+from whalepod.server.cluster.rank_assignment import (
+    EventFds,
+    RankAssignment,
+    RankConfig,
+    new_event_fds,
+)
 from whalepod.server.cluster.router import RankRouter
-from whalepod.server.cluster.seat import Bells, RankConfig, Seat, new_bells
 from whalepod.server.codec import encode_value
 from whalepod.server.config import EngineConfig
+from whalepod.server.engine_launcher import (
+    START_TIMEOUT_S,
+    STOP_GRACE_S,
+    EngineProcess,
+    available_cores,
+)
 from whalepod.server.errors import StartupError
-from whalepod.server.launch import START_TIMEOUT_S, STOP_GRACE_S, EngineProcess, available_cores
 from whalepod.server.messages import EngineInfo
 
-RANK_MODULE = "whalepod.server.cluster.process"
+RANK_MODULE = "whalepod.server.cluster.rank_process"
 MAX_RESTARTS = 5
 RESTARTS_COUNT_S = 600.0
 """A rank that was lost so often in so long is not started again."""
@@ -73,8 +83,8 @@ class RankGroup:
     def __enter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix="whalepod-"))  # 0700
         self._heaps = tuple([_new_memfd(rank) for rank in range(self.num_ranks)])
-        self._bell_descriptors = new_bells(self.num_ranks)
-        self._bells = Bells(self._bell_descriptors)
+        self._event_fds = new_event_fds(self.num_ranks)
+        self._events = EventFds(self._event_fds)
         self._store = FolderStore(self._folder)
         self.board = ProgressBoard(self._folder, self.num_ranks)
         try:
@@ -140,7 +150,7 @@ class RankGroup:
             self._store,
             lambda newest: newest.without(frozenset({rank})) if rank in newest.members else None,
         )
-        self._bells.ring()
+        self._events.set_others()
 
     def replace_rank(self, rank: int) -> EngineProcess:
         """Start a rank that was taken out again; returns when the group is whole.
@@ -181,15 +191,15 @@ class RankGroup:
     # -- processes ------------------------------------------------------------------------------
 
     def _new_process(self, rank: int) -> EngineProcess:
-        seat = Seat(
+        assignment = RankAssignment(
             rank=rank,
             num_ranks=self.num_ranks,
             transport=self._transport,
             ranks_per_node=self.num_ranks,
             folder=str(self._folder),
-            heap_descriptors=self._heaps,
-            bell_descriptors=self._bell_descriptors,
-            bell=rank,
+            heap_fds=self._heaps,
+            event_fds=self._event_fds,
+            event_index=rank,
             cores=self._cores[rank],
         )
         return EngineProcess(
@@ -198,8 +208,8 @@ class RankGroup:
             stop_grace_s=self._stop_grace_s,
             module=self._module,
             name=f"rank {rank}'s",
-            payload=encode_value(RankConfig(seat=seat, engine=self._config)),
-            pass_fds=(*self._heaps, *self._bell_descriptors),
+            payload=encode_value(RankConfig(assignment=assignment, engine=self._config)),
+            pass_fds=(*self._heaps, *self._event_fds),
             shared_folder=self._folder,
         )
 
@@ -223,7 +233,7 @@ class RankGroup:
         for place in self._places:
             place.process.stop()
         self.board.close()
-        for descriptor in (*self._heaps, *self._bell_descriptors):
+        for descriptor in (*self._heaps, *self._event_fds):
             os.close(descriptor)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -1,7 +1,8 @@
 """What the launcher gives to a rank: its place in the group, and the things that they share.
 
-All of it has an owner that outlives the ranks: heaps are memfds and bells eventfds of the launcher,
-memberships and progress lie in its private folder. So nothing is left behind when ranks are killed.
+All of it has an owner that outlives the ranks: heaps are memfds and events eventfds of the
+launcher, memberships and progress lie in its private folder. So nothing is left
+behind when ranks are killed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from whalepod.server.config import EngineConfig, TransportName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class RendezvousInfo:
     """Where the ranks of several machines meet.
 
     host, port  of the store
@@ -31,16 +32,16 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankAssignment:
     """One rank of a group.
 
     transport         what carries rows between the ranks
     ranks_per_node    of each machine
     folder            of memberships and progress, of this machine
-    bell_descriptors  eventfds of the ranks that one launcher has started
-    bell              which of them is this rank's
-    heap_descriptors  memfds, one per rank, for `shm`; the first rank to come gives them their size
-    meeting           None: the launcher has started all ranks
+    event_fds  eventfds of the ranks that one launcher has started
+    event_index       which of them is this rank's
+    heap_fds  memfds, one per rank, for `shm`; the first rank to come gives them their size
+    rendezvous           None: the launcher has started all ranks
     cores             to run on; none: anywhere
     """
 
@@ -49,16 +50,16 @@ class Seat:
     transport: TransportName
     ranks_per_node: int
     folder: str
-    bell_descriptors: tuple[int, ...]
-    bell: int
-    heap_descriptors: tuple[int, ...] = ()
-    meeting: Meeting | None = None
+    event_fds: tuple[int, ...]
+    event_index: int
+    heap_fds: tuple[int, ...] = ()
+    rendezvous: RendezvousInfo | None = None
     cores: tuple[int, ...] = ()
 
     @property
-    def own_bell(self) -> int:
+    def own_event_fd(self) -> int:
         """Return what becomes readable when this rank is woken."""
-        return self.bell_descriptors[self.bell]
+        return self.event_fds[self.event_index]
 
     @property
     def local_index(self) -> int:
@@ -70,57 +71,57 @@ class Seat:
 class RankConfig:
     """What a rank's process reads on its stdin."""
 
-    seat: Seat
+    assignment: RankAssignment
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
-class Bells:
+class EventFds:
     """Wakes ranks that sleep, and tells this one that it was woken.
 
-    A bell says only that there is something to look at, so one ring too many does no harm.
+    An event says only that there is something to look at, so one too many does no harm.
     """
 
     def __init__(self, descriptors: tuple[int, ...], own: int | None = None) -> None:
-        """own: which bell is this rank's; None: a launcher's, who is never woken."""
+        """own: which of them is this rank's; None: the launcher's, which is never woken."""
         self._descriptors = descriptors
         self._own = own
 
-    def ring(self) -> None:
+    def set_others(self) -> None:
         """Wake all other ranks of this launcher."""
         for place, descriptor in enumerate(self._descriptors):
             if place != self._own:
-                _ring(descriptor)
+                _set(descriptor)
 
-    def ring_own(self) -> None:
+    def set_own(self) -> None:
         """Wake this rank: another thread of it has heard something."""
-        assert self._own is not None, "a launcher has no bell"
-        _ring(self._descriptors[self._own])
+        assert self._own is not None, "a launcher has no event of its own"
+        _set(self._descriptors[self._own])
 
     def clear(self) -> None:
-        """Be quiet again, before looking at what there is."""
-        assert self._own is not None, "a launcher has no bell"
+        """Forget what woke this rank, before looking at what there is."""
+        assert self._own is not None, "a launcher has no event of its own"
         with suppress(BlockingIOError):
             os.eventfd_read(self._descriptors[self._own])
 
 
-def new_bells(count: int) -> tuple[int, ...]:
+def new_event_fds(count: int) -> tuple[int, ...]:
     """Make eventfds; their owner closes them."""
     flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
     return tuple([os.eventfd(0, flags) for _ in range(count)])
 
 
-def _ring(descriptor: int) -> None:
-    with suppress(BlockingIOError):  # full: it has been rung more than often enough
+def _set(descriptor: int) -> None:
+    with suppress(BlockingIOError):  # full: it was set more than often enough
         os.eventfd_write(descriptor, 1)
 
 
-def prepare_heaps(seat: Seat, heap_bytes: int) -> None:
+def prepare_heaps(assignment: RankAssignment, heap_bytes: int) -> None:
     """Give the heaps their size, whichever rank comes first. ValueError if it was another one."""
-    for descriptor in seat.heap_descriptors:
+    for descriptor in assignment.heap_fds:
         found = os.fstat(descriptor).st_size
         if found not in (0, heap_bytes):
             raise ValueError(
-                f"rank {seat.rank} needs heaps of {heap_bytes} bytes, another rank has made them "
-                f"{found}: start all ranks with the same version and flags"
+                f"rank {assignment.rank} needs heaps of {heap_bytes} bytes, another rank has made "
+                f"them {found}: start all ranks with the same version and flags"
             )
         os.ftruncate(descriptor, heap_bytes)

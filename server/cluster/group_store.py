@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from whalepod.server.cluster.nodes import NodePlan
+from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.cluster.waiting import Waiting
 from whalepod.server.errors import GroupLost, StartupError
 

@@ -1,4 +1,4 @@
-"""One rank's process: `python -m whalepod.server.cluster.process`, started by `launch.py`."""
+"""One rank's process: `python -m whalepod.server.cluster.rank_process`, started by `launch.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from whalepod.server.channel import EngineServer
-from whalepod.server.cluster.seat import RankConfig
+from whalepod.server.cluster.rank_assignment import RankConfig
 from whalepod.server.codec import decode_value
-from whalepod.server.engine.process import ServedEngine, main_of
+from whalepod.server.engine_launcher import START_TIMEOUT_S
+from whalepod.server.engine_process import ServedEngine, main_of
 
 if TYPE_CHECKING:
     from whalepod.ep_comm.parallel import Note
@@ -24,13 +25,13 @@ def open_rank(
 ) -> ServedEngine:
     """Build the rank that the launcher describes; return when all ranks of its group are there."""
     config = decode_value(RankConfig, data)
-    if config.seat.cores:
-        os.sched_setaffinity(0, config.seat.cores)
-    from whalepod.server.cluster.build_rank import RankBuilder  # brings torch with it
+    if config.assignment.cores:
+        os.sched_setaffinity(0, config.assignment.cores)
+    from whalepod.server.cluster.build_rank import build_rank  # brings torch with it
 
-    engine = RankBuilder(config, should_stop, wrap_note).build()
-    engine.join(should_stop)
-    server.wake_on(config.seat.own_bell)
+    engine = build_rank(config, should_stop, wrap_note)
+    engine.join(should_stop, START_TIMEOUT_S)
+    server.wake_on(config.assignment.own_event_fd)
     return engine
 
 

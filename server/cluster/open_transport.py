@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import FileStore, Store
 from whalepod.ep_comm.transport import gloo
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.shm import ShmTransport
-from whalepod.server.cluster.seat import Seat, prepare_heaps
-from whalepod.server.cluster.store import connect_library
+from whalepod.server.cluster.group_store import connect_library
+from whalepod.server.cluster.rank_assignment import RankAssignment, prepare_heaps
 from whalepod.server.errors import StartupError
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def open_transport(
-    seat: Seat,
+    assignment: RankAssignment,
     heap_bytes: int,
     *,
     patience_ms: float,
@@ -36,62 +36,65 @@ def open_transport(
     on_arrival   called when another rank has set a signal, from any thread, if the transport can
     """
     try:
-        if seat.transport == "shm":
-            prepare_heaps(seat, heap_bytes)
-            return ShmTransport(seat.rank, seat.heap_descriptors)
-        store = _open_store(seat)
-        if seat.transport == "gloo":
-            return _open_gloo(seat, heap_bytes, store, patience_ms, on_arrival)
-        return _open_on_gpu(seat, heap_bytes, store)
+        if assignment.transport == "shm":
+            prepare_heaps(assignment, heap_bytes)
+            return ShmTransport(assignment.rank, assignment.heap_fds)
+        store = _open_store(assignment)
+        if assignment.transport == "gloo":
+            return _open_gloo(assignment, heap_bytes, store, patience_ms, on_arrival)
+        return _open_on_gpu(assignment, heap_bytes, store)
     except (RuntimeError, ValueError) as error:
         raise StartupError(str(error)) from error
 
 
-def _open_store(seat: Seat) -> Store:
+def _open_store(assignment: RankAssignment) -> Store:
     """Return what the transport's own rendezvous goes over."""
-    meeting = seat.meeting
-    if meeting is None:
-        return FileStore(str(Path(seat.folder) / "transport"), seat.num_ranks)
-    return connect_library(meeting.host, meeting.port, meeting.attempt, meeting.timeout_s)
+    rendezvous = assignment.rendezvous
+    if rendezvous is None:
+        return FileStore(str(Path(assignment.folder) / "transport"), assignment.num_ranks)
+    return connect_library(
+        rendezvous.host, rendezvous.port, rendezvous.attempt, rendezvous.timeout_s
+    )
 
 
 def _open_gloo(
-    seat: Seat,
+    assignment: RankAssignment,
     heap_bytes: int,
     store: Store,
     patience_ms: float,
     on_arrival: Callable[[], None],
 ) -> Transport:
-    meeting = seat.meeting
-    address = meeting.address if meeting else LOOPBACK
-    timeout_s = meeting.timeout_s if meeting else LONELY_TIMEOUT_S
+    rendezvous = assignment.rendezvous
+    address = rendezvous.address if rendezvous else LOOPBACK
+    timeout_s = rendezvous.timeout_s if rendezvous else LONELY_TIMEOUT_S
     group = _within(
         timeout_s,
-        lambda: gloo.connect(store, seat.rank, seat.num_ranks, address=address),
-        f"rank {seat.rank} has no connections to all {seat.num_ranks} ranks from {address}",
+        lambda: gloo.connect(store, assignment.rank, assignment.num_ranks, address=address),
+        f"rank {assignment.rank} has no connections to all {assignment.num_ranks} ranks "
+        f"from {address}",
     )
     return gloo.GlooTransport(
         group,
         heap_bytes,
-        ranks_per_node=seat.ranks_per_node,
+        ranks_per_node=assignment.ranks_per_node,
         patience_ms=patience_ms,
         on_arrival=on_arrival,
     )
 
 
-def _open_on_gpu(seat: Seat, heap_bytes: int, store: Store) -> Transport:
+def _open_on_gpu(assignment: RankAssignment, heap_bytes: int, store: Store) -> Transport:
     """Open a transport between GPUs; their wheels need not be there otherwise."""
     from whalepod.ep_comm.transport.cuda_ipc import CudaIpcTransport
     from whalepod.ep_comm.transport.nvshmem import NvshmemTransport
 
-    kind = CudaIpcTransport if seat.transport == "cuda_ipc" else NvshmemTransport
+    kind = CudaIpcTransport if assignment.transport == "cuda_ipc" else NvshmemTransport
     return kind(
-        seat.rank,
-        seat.num_ranks,
+        assignment.rank,
+        assignment.num_ranks,
         heap_bytes,
         store,
-        device=seat.local_index,
-        ranks_per_node=seat.ranks_per_node,
+        device=assignment.local_index,
+        ranks_per_node=assignment.ranks_per_node,
     )
 
 
