@@ -1,4 +1,4 @@
-"""The routes of whoever runs the server, on a port and with keys of their own."""
+"""The routes of the server's operator, on a port and with keys of their own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fastapi import APIRouter, FastAPI, Request
 import whalepod
 from whalepod.server.gateway.api_errors import ApiError, install_error_handlers
 from whalepod.server.gateway.auth import ApiKeyMiddleware, RequestIdMiddleware
-from whalepod.server.gateway.body import read_json
+from whalepod.server.gateway.body import JsonRoute
 from whalepod.server.gateway.gateway import Gateway, gateway_of
 from whalepod.server.gateway.schema import AbortRequest, Schema
 
 MAX_BODY_BYTES: Final = 64 * 1024
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class LogLevelRequest(Schema):
@@ -27,7 +27,7 @@ class LogLevelRequest(Schema):
 
 @router.get("/health")
 async def health() -> dict[str, object]:
-    """Say that this process lives."""
+    """Answer while this process lives."""
     return {"status": "ok"}
 
 
@@ -47,9 +47,8 @@ async def list_requests(request: Request) -> dict[str, object]:
 
 
 @router.post("/abort")
-async def abort(request: Request) -> dict[str, object]:
+async def abort(request: Request, body: AbortRequest) -> dict[str, object]:
     """End anybody's requests with this X-Request-Id."""
-    body = await read_json(request, AbortRequest, MAX_BODY_BYTES)
     num_aborted = gateway_of(request).requests.abort(body.request_id, any_owner=True)
     if not num_aborted:
         raise ApiError("not_found", f"no request with the id {body.request_id!r} is live")
@@ -78,9 +77,8 @@ async def reset_prefix_cache(request: Request) -> dict[str, object]:
 
 
 @router.post("/log_level")
-async def set_log_level(request: Request) -> dict[str, object]:
+async def set_log_level(body: LogLevelRequest) -> dict[str, object]:
     """Change how much the gateway's process logs."""
-    body = await read_json(request, LogLevelRequest, MAX_BODY_BYTES)
     logging.getLogger("whalepod").setLevel(body.level.upper())
     return {"level": body.level}
 
@@ -103,6 +101,7 @@ def create_admin_app(gateway: Gateway, keys: Sequence[str]) -> FastAPI:
         openapi_url=None,
     )
     app.state.gateway = gateway
+    app.state.max_body_bytes = MAX_BODY_BYTES
     app.include_router(router)
     install_error_handlers(app, gateway.metrics.count_error)
     app.add_middleware(

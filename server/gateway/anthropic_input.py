@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 import orjson
 from pydantic import BaseModel, BeforeValidator, Field
 
-from whalepod.server.gateway.api_errors import invalid
+from whalepod.server.gateway.api_errors import FieldNames, field_names, invalid
 from whalepod.server.gateway.body import validate
 from whalepod.server.gateway.limits import (
     MAX_NUM_MESSAGES,
@@ -17,7 +17,6 @@ from whalepod.server.gateway.limits import (
     MAX_STOP_CHARS,
     MIN_THINKING_BUDGET_TOKENS,
 )
-from whalepod.server.gateway.renaming import Names, names
 from whalepod.server.gateway.schema import (
     ChatExtensions,
     ChatRequest,
@@ -164,7 +163,7 @@ class MessagesRequest(CountTokensRequest, ChatExtensions):
     metadata: AnthropicMetadata | None = None
 
 
-CHAT_NAMES: Final[Names] = names(
+CHAT_NAMES: Final[FieldNames] = field_names(
     (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"response_format\.json_schema", "output_config.format"),
@@ -183,7 +182,7 @@ _SAME: Final = (
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(request: MessagesRequest) -> ChatRequest:
+def chat_of_messages(request: MessagesRequest) -> ChatRequest:
     """Return the chat of a request; ApiError names the field that is wrong."""
     thinking, choice, config = request.thinking, request.tool_choice, request.output_config
     budget = thinking.budget_tokens if thinking else None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -122,6 +125,22 @@ def invalid(param: str | None, message: str) -> ApiError:
     return ApiError("invalid_request", message, param)
 
 
+def first_fault(errors: Sequence[Any], at: Sequence[str | int] = ()) -> ApiError:
+    """Return the first of pydantic's errors as an ApiError that names the field."""
+    first = errors[0]
+    param = format_path((*at, *first["loc"])) or None
+    message = first["msg"].removeprefix("Value error, ")
+    return invalid(param, f"{param}: {message}" if param else message)
+
+
+def format_path(path: Sequence[str | int]) -> str:
+    """Write a path the way OpenAI does: `messages[0].content`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Translate a failure of the layers below."""
     match error:
@@ -134,6 +153,9 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError("engine_lost", "the engine is not available; the server's log says why")
         case ClientDisconnect():
             return ApiError("client_left", "the client left while it sent its request")
+        case RequestValidationError():
+            errors = [{**each, "loc": each["loc"][1:]} for each in error.errors()[:1]]
+            return first_fault(errors)  # `loc` begins with where FastAPI looked: the body
         case HTTPException():
             return _from_http_exception(error)
     logger.error("unexpected failure", exc_info=error)
@@ -146,6 +168,12 @@ def _from_http_exception(error: HTTPException) -> ApiError:
     return ApiError(code, error.detail, headers=error.headers)
 
 
+_KINDS = (
+    *(ApiError, RequestRejected, EngineLost),
+    *(RequestValidationError, ClientDisconnect, HTTPException),
+)
+
+
 def install_error_handlers(app: FastAPI, count: Callable[[str], None]) -> None:
     """Give every error answer the shape of its API; `count` gets its code."""
 
@@ -156,5 +184,31 @@ def install_error_handlers(app: FastAPI, count: Callable[[str], None]) -> None:
         count(api_error.code)
         return api_error.response(request.scope)
 
-    for kind in (ApiError, ClientDisconnect, RequestRejected, EngineLost, HTTPException, Exception):
+    for kind in (*_KINDS, Exception):
         app.add_exception_handler(kind, answer)
+
+
+FieldNames: TypeAlias = Sequence[tuple[re.Pattern[str], str]]
+"""Patterns of chat's field names and what another API calls them; the first that fits counts."""
+
+
+def field_names(*pairs: tuple[str, str]) -> FieldNames:
+    """Compile pairs of a pattern and a replacement."""
+    return [(re.compile(rf"^(?:{pattern})(?![a-z_])"), name) for pattern, name in pairs]
+
+
+@contextmanager
+def errors_in(names: FieldNames) -> Iterator[None]:
+    """Name the fields of errors inside as the API that was used does."""
+    try:
+        yield
+    except (ApiError, RequestRejected) as error:
+        raise _renamed(as_api_error(error), names) from None
+
+
+def _renamed(error: ApiError, names: FieldNames) -> ApiError:
+    for pattern, name in names:
+        if error.param is not None and pattern.search(error.param):
+            message = pattern.sub(name, error.message)
+            return ApiError(error.code, message, pattern.sub(name, error.param), error.headers)
+    return error

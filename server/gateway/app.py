@@ -12,14 +12,10 @@ import whalepod
 from whalepod.server.config import GatewayConfig
 from whalepod.server.engine_client import EngineClient
 from whalepod.server.gateway import (
-    routes_abort,
     routes_generate,
-    routes_health,
-    routes_messages,
-    routes_models,
     routes_page,
     routes_responses,
-    routes_tokens,
+    routes_server,
 )
 from whalepod.server.gateway.api_errors import install_error_handlers
 from whalepod.server.gateway.auth import ApiKeyMiddleware, RequestIdMiddleware, read_keys
@@ -29,10 +25,7 @@ from whalepod.server.gateway.metrics import measuring_lag
 from whalepod.server.gateway.openapi import install_docs
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
-_ROUTES = (
-    *(routes_generate, routes_responses, routes_messages, routes_abort),
-    *(routes_models, routes_tokens, routes_health, routes_page),
-)
+_ROUTES = (routes_generate, routes_responses, routes_server, routes_page)
 
 
 def create_app(
@@ -63,6 +56,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.gateway = gateway
+    app.state.max_body_bytes = config.max_body_bytes
     for routes in _ROUTES:
         app.include_router(routes.router)
     install_docs(app, gateway.model_names)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
-from fastapi import Request
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 
-from whalepod.server.gateway.api_errors import ApiError, invalid
+from whalepod.server.gateway.api_errors import ApiError, first_fault, format_path, invalid
 from whalepod.server.gateway.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -24,9 +26,41 @@ _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 
 
-async def read_json(request: Request, schema: type[Schema], max_bytes: int) -> Schema:
-    """Return the validated body of `request`; ApiError names the field that is wrong."""
-    return validate(schema, parse_json(await read_body(request, max_bytes)))
+class JsonRoute(APIRoute):
+    """A route whose body is read within bounds and decoded strictly before FastAPI checks it.
+
+    What the body claims to be does not matter: it must be JSON. The application's state holds its
+    bound, `max_body_bytes`.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+
+        async def handle_json(request: Request) -> Response:
+            data = parse_json(await read_body(request, request.app.state.max_body_bytes))
+            return await handle(_DecodedRequest(request, check_object(data)))
+
+        return handle_json
+
+
+class _DecodedRequest(Request):
+    """A request whose body has been decoded already."""
+
+    def __init__(self, request: Request, data: object) -> None:
+        super().__init__(request.scope, request.receive)
+        self._data = data
+
+    @property
+    def headers(self) -> Headers:
+        return Headers({"content-type": "application/json"})
+
+    async def body(self) -> bytes:
+        return b"{}"  # not empty: else FastAPI asks for no JSON
+
+    async def json(self) -> object:
+        return self._data
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
@@ -70,7 +104,7 @@ def parse_json(body: bytes) -> object:
 
 
 def is_deeper_than(body: bytes, depth: int) -> bool:
-    """Say whether brackets nest deeper than `depth`, in linear time and without recursion."""
+    """Return whether brackets nest deeper than `depth`, in linear time and without recursion."""
     brackets = _JSON_STRING.sub(b"", body).translate(_SQUARE, _NO_BRACKET)
     opens = np.frombuffer(brackets, np.uint8) == ord("[")
     levels = np.cumsum(np.where(opens, 1, -1))
@@ -115,23 +149,17 @@ def validate(schema: type[Schema], data: object, at: Sequence[str | int] = ()) -
 
     The first fault becomes a 400 that names its field.
     """
-    if not isinstance(data, dict):
-        where = format_path(at) or "the body"
-        raise invalid(
-            format_path(at) or None, f"{where} must be a JSON object, got {type(data).__name__}"
-        )
     try:
-        return schema.model_validate(data)
+        return schema.model_validate(check_object(data, at))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = format_path((*at, *first["loc"])) or None
-        message = first["msg"].removeprefix("Value error, ")
-        raise invalid(param, f"{param}: {message}" if param else message) from None
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        raise first_fault(errors, at) from None
 
 
-def format_path(path: Sequence[str | int]) -> str:
-    """Write a path the way OpenAI does: `messages[0].content`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+def check_object(data: object, at: Sequence[str | int] = ()) -> dict[str, Any]:
+    """Return data that is a JSON object; ApiError says what else it is."""
+    if not isinstance(data, dict):
+        path = format_path(at)
+        where = path or "the body"
+        raise invalid(path or None, f"{where} must be a JSON object, got {type(data).__name__}")
+    return data

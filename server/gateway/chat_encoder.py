@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.blocks import Block, BlockGrew, BlockStarted
@@ -37,7 +38,7 @@ class ChatEncoder:
     ) -> None:
         """`header` is what each chunk repeats of the answer."""
         self._options = options
-        self._tokenizer = tokenizer
+        self._write_logprobs = logprobs_writer(options.num_top_logprobs, tokenizer)
         self._object = {**header, "object": "chat.completion"}
         self._chunk = {**header, "object": "chat.completion.chunk"}
         self._prompt_fields = self._prompt_token_ids()
@@ -103,8 +104,8 @@ class ChatEncoder:
         return frame({**self._chunk, "choices": [], "usage": usage_fields(usage)})
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob | None]) -> dict[str, object] | None:
-        num_top = self._options.num_top_logprobs
-        return None if num_top is None else chat_logprobs(logprobs, num_top, self._tokenizer)
+        write = self._write_logprobs
+        return None if write is None else {"content": write(logprobs), "refusal": None}
 
     def _token_ids(self, token_ids: Sequence[int]) -> dict[str, object]:
         return {"token_ids": list(token_ids)} if self._options.return_token_ids else {}
@@ -141,10 +142,16 @@ def _tool_call(call: Block) -> dict[str, object]:
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def chat_logprobs(
-    logprobs: Sequence[TokenLogprob | None], num_top: int, tokenizer: TextTokenizer
-) -> dict[str, object]:
-    """Return chat's `logprobs`: one entry per token with exact bytes and its alternatives."""
+LogprobsWriter: TypeAlias = Callable[[Sequence[TokenLogprob | None]], list[dict[str, object]]]
+
+
+def logprobs_writer(num_top: int | None, tokenizer: TextTokenizer) -> LogprobsWriter | None:
+    """Return what writes one entry per token, with exact bytes and `num_top` alternatives.
+
+    None when nothing was asked for. The first token of an echoed prompt has no entry.
+    """
+    if num_top is None:
+        return None
 
     def entry(token_id: int, logprob: float) -> dict[str, object]:
         return {
@@ -153,12 +160,14 @@ def chat_logprobs(
             "bytes": list(tokenizer.bytes_of(token_id)),
         }
 
-    content = [
-        {
-            **entry(token.token_id, token.logprob),
-            "top_logprobs": [entry(*alternative) for alternative in token.top[:num_top]],
-        }
-        for token in logprobs
-        if token is not None
-    ]
-    return {"content": content, "refusal": None}
+    def write(logprobs: Sequence[TokenLogprob | None]) -> list[dict[str, object]]:
+        return [
+            {
+                **entry(token.token_id, token.logprob),
+                "top_logprobs": [entry(*alternative) for alternative in token.top[:num_top]],
+            }
+            for token in logprobs
+            if token is not None
+        ]
+
+    return write

@@ -122,8 +122,9 @@ class Gateway:
             timeout_s=GRAMMAR_TIMEOUT_S,
         )
 
-    def header(self, prefix: str, model: str) -> dict[str, object]:
+    def header(self, prefix: str, model: str | None) -> dict[str, object]:
         """Return what tells a new answer from others; its `object` is still to be named."""
+        model = self.check_model(model)
         return {
             "id": f"{prefix}-{secrets.token_hex(16)}",
             "object": "",

@@ -1,4 +1,4 @@
-"""Sends the events of a request: as a stream, or folded into one object."""
+"""Answers a request: its events as a stream, or folded into one object."""
 
 from __future__ import annotations
 
@@ -15,20 +15,30 @@ from whalepod.server.gateway.api_errors import CLIENT_CLOSED_REQUEST, ApiError
 from whalepod.server.gateway.encoder import AnswerEncoder
 from whalepod.server.gateway.events import Event, Failed, fold
 from whalepod.server.gateway.gateway import gateway_of
-from whalepod.server.gateway.generation import PromptRun
+from whalepod.server.gateway.generation import PromptRun, generate
 from whalepod.server.gateway.limits import START_WAIT_S
 from whalepod.server.gateway.live_requests import LiveRequest
+from whalepod.server.gateway.metrics import RequestTimer
 
 Result = TypeVar("Result")
 
 
-async def prepare(request: Request, make_runs: Callable[[], list[PromptRun]]) -> list[PromptRun]:
-    """Return the runs of a request, made on a thread, once their grammars are known to compile.
+async def answer(
+    request: Request,
+    make_runs: Callable[[], list[PromptRun]],
+    new_encoder: Callable[[list[PromptRun]], AnswerEncoder],
+    *,
+    stream: bool | None,
+) -> Response:
+    """Answer a request with the events of its runs, in the form of its API.
 
-    Raises ApiError when it is too late, interrupted, or nobody waits for it any more.
+    The runs are made on a thread, and go to the engine once their grammars are known to compile.
+    A client that leaves closes the events, which aborts in the engine. Raises ApiError when the
+    request is too late, interrupted, or its client has left.
     """
     gateway, live = gateway_of(request), request.state.live
     assert isinstance(live, LiveRequest), type(live)
+    timer = RequestTimer(gateway.metrics, arrived_s=live.arrived_s)
 
     async def checked() -> list[PromptRun]:
         runs = await gateway.offload.run(make_runs)
@@ -38,16 +48,8 @@ async def prepare(request: Request, make_runs: Callable[[], list[PromptRun]]) ->
     runs = await _unless_client_leaves(request.receive, live.within_limits(checked))
     if runs is None:
         raise ApiError("client_left", "the client left before its answer began")
-    return runs
-
-
-async def respond(
-    request: Request, events: AsyncGenerator[Event, None], encoder: AnswerEncoder, *, stream: bool
-) -> Response:
-    """Answer with the events; a client that leaves closes them, which aborts in the engine."""
-    gateway, live = gateway_of(request), request.state.live
-    assert isinstance(live, LiveRequest), type(live)
-    events = live.guard(events)
+    encoder = new_encoder(runs)
+    events = live.guard(generate(gateway.upstream, runs, gateway.tokenizer, timer))
     if stream:
         first = await _first_of(events)
         return EventStreamResponse(
@@ -58,10 +60,10 @@ async def respond(
             count_error=gateway.metrics.count_error,
         )
     async with aclosing(events):
-        answer = await _unless_client_leaves(request.receive, fold(events))
-    if answer is None:
+        folded = await _unless_client_leaves(request.receive, fold(events))
+    if folded is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return Response(orjson.dumps(encoder.body(answer)), media_type="application/json")
+    return Response(orjson.dumps(encoder.body(folded)), media_type="application/json")
 
 
 async def _first_of(events: AsyncGenerator[Event, None]) -> asyncio.Task[Event]:

@@ -247,10 +247,16 @@ class PromptTimer:
 class RequestTimer:
     """Observes one HTTP request: its first token once, its prompts, its end once."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        arrived_s: float | None = None,
+    ) -> None:
+        """`arrived_s` is on the clock; None: now."""
         self._metrics = metrics
         self._clock = clock
-        self._arrived_s = clock()
+        self._arrived_s = clock() if arrived_s is None else arrived_s
         self._has_token = False
 
     def prompt(self, num_tokens: int) -> PromptTimer:

@@ -10,29 +10,14 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.staticfiles import StaticFiles
 
 import whalepod
-from whalepod.server.gateway.anthropic_input import CountTokensRequest, MessagesRequest
 from whalepod.server.gateway.api_errors import ANTHROPIC_PATH, CLIENT_CLOSED_REQUEST
 from whalepod.server.gateway.auth import OPEN_PATHS
-from whalepod.server.gateway.responses_input import ResponsesRequest
-from whalepod.server.gateway.schema import (
-    AbortRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 
 _STATIC = Path(__file__).parent / "static" / "docs"
 _REFERENCE = "#/components/schemas/{model}"
-_BODIES = (
-    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest),
-    *(CountTokensRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
-)
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -92,16 +77,8 @@ SwaggerUIBundle({url: "openapi.json", dom_id: "#page", validatorUrl: null});
 """
 
 
-def json_body(schema: type[BaseModel]) -> dict[str, Any]:
-    """Describe a body that the route reads by itself."""
-    reference = {"$ref": _REFERENCE.format(model=schema.__name__)}
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}
-    }
-
-
 def install_docs(app: FastAPI, model_names: Sequence[str]) -> None:
-    """Serve `/docs`, and complete `/openapi.json` with all bodies, answers and model names."""
+    """Serve `/docs`, and complete `/openapi.json` with all answers and model names."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -115,13 +92,10 @@ def install_docs(app: FastAPI, model_names: Sequence[str]) -> None:
 
 def _document(app: FastAPI, model_names: Sequence[str]) -> dict[str, Any]:
     document = get_openapi(title="whalepod", version=whalepod.__version__, routes=app.routes)
-    _, definitions = models_json_schema(
-        [(schema, "validation") for schema in _BODIES], ref_template=_REFERENCE
-    )
-    schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas.update(definitions.get("$defs", {}) | _ERRORS)
-    for schema in _BODIES:
-        if "model" in (properties := schemas[schema.__name__]["properties"]):
+    schemas = document["components"]["schemas"]
+    schemas |= _ERRORS
+    for schema in schemas.values():
+        if "model" in (properties := schema.get("properties", {})):
             properties["model"] = {"type": "string", "enum": list(model_names)}
     for path, operations in document["paths"].items():
         for operation in operations.values():

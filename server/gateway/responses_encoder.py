@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from whalepod.scheduler.params import SamplingParams
@@ -17,6 +16,7 @@ from whalepod.server.gateway.blocks import (
     BlockGrew,
     BlockStarted,
 )
+from whalepod.server.gateway.chat_encoder import LogprobsWriter
 from whalepod.server.gateway.encoder import PING, named_frame
 from whalepod.server.gateway.events import (
     Choice,
@@ -28,42 +28,8 @@ from whalepod.server.gateway.events import (
     FoldedAnswer,
     UsageReady,
 )
-from whalepod.server.gateway.response_store import Item
+from whalepod.server.gateway.response_store import Ids
 from whalepod.server.gateway.responses_input import ResponsesRequest, TextFormat, functions_of
-
-_ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-_INPUT_ID_PREFIXES = {"reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ids:
-    """The ids of a response and of its items: an item's id says where it is."""
-
-    suffix: str
-    """What is random in all of them; 32 hexadecimal digits."""
-
-    @property
-    def response(self) -> str:
-        return f"resp_{self.suffix}"
-
-    def item(self, block: Block) -> str:
-        return f"{_ID_PREFIXES[block.kind]}_{self.suffix}{block.index:04x}"
-
-    def input_item(self, item: Item, position: int) -> str:
-        """Return the id of an input item: its own, or one that no output item has."""
-        prefix = _INPUT_ID_PREFIXES.get(item.get("type", "message"), "msg")
-        return str(item.get("id") or f"{prefix}_{self.suffix}i{position:04x}")
-
-
-def place_of(item_id: str) -> tuple[str, int] | None:
-    """Return the response of an output item and its place; None for an id of another kind."""
-    _, _, rest = item_id.partition("_")
-    suffix, index = rest[:32], rest[32:]
-    is_ours = len(suffix) == 32 and 0 < len(index) <= 8 and index.isalnum() and index.isascii()
-    try:
-        return (Ids(suffix=suffix).response, int(index, 16)) if is_ours else None
-    except ValueError:
-        return None
 
 
 def response_fields(
@@ -173,19 +139,6 @@ def _item(
             return {"type": "function_call", **fields, **call}
 
 
-def listed_items(items: Sequence[Item], ids: Ids) -> list[Item]:
-    """Return input items as they are kept and listed: each with an id, texts as parts."""
-    listed = []
-    for i, item in enumerate(items):
-        full: dict[str, Any] = {"type": "message", **item, "id": ids.input_item(item, i)}
-        if full["type"] == "message" and isinstance(item.get("content"), str):
-            kind = "output_text" if item.get("role") == "assistant" else "input_text"
-            part = {"type": kind, "text": item["content"]}
-            full["content"] = [part | {"annotations": []} if kind == "output_text" else part]
-        listed.append(full | {"status": item.get("status") or "completed"})
-    return listed
-
-
 WireEvent: TypeAlias = tuple[str, dict[str, object]]
 """The type of an event behind `response.`, and its other fields."""
 
@@ -209,7 +162,7 @@ class ResponsesEncoder:
         fields: Mapping[str, object],
         ids: Ids,
         keep: Callable[[dict[str, object]], None],
-        write_logprobs: Callable[[Sequence[TokenLogprob | None]], list[Any]] | None = None,
+        write_logprobs: LogprobsWriter | None = None,
     ) -> None:
         """`write_logprobs` turns log-probabilities into JSON; None when nobody asked for them.
 

@@ -7,16 +7,14 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from whalepod.server.gateway.api_errors import invalid
-from whalepod.server.gateway.body import format_path, validate
+from whalepod.server.gateway.api_errors import FieldNames, field_names, format_path, invalid
+from whalepod.server.gateway.body import validate
 from whalepod.server.gateway.limits import (
     MAX_METADATA_KEY_CHARS,
     MAX_NUM_MESSAGES,
     MAX_NUM_METADATA,
     MAX_NUM_TOOLS,
 )
-from whalepod.server.gateway.renaming import Names, names
-from whalepod.server.gateway.response_store import Item
 from whalepod.server.gateway.schema import (
     ChatExtensions,
     ChatRequest,
@@ -25,6 +23,7 @@ from whalepod.server.gateway.schema import (
     flatten_content,
 )
 
+Item: TypeAlias = dict[str, Any]
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -166,7 +165,7 @@ class ResponsesRequest(ChatExtensions):
     top_k: int | None = None  # not OpenAI's, as those of ChatExtensions
 
 
-CHAT_NAMES: Final[Names] = names(
+CHAT_NAMES: Final[FieldNames] = field_names(
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"response_format\.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -186,7 +185,7 @@ LOGPROBS: Final = "message.output_text.logprobs"
 """The value of `include` that asks for log-probabilities."""
 
 
-def chat_of(
+def chat_of_items(
     request: ResponsesRequest, items: Sequence[Item], earlier_items: Sequence[Item] = ()
 ) -> ChatRequest:
     """Return the chat of a request that goes on from `earlier_items`.
