@@ -18,11 +18,14 @@ serve: install
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev,cuda]'
 	@touch $@
 
+# a worker more than cores: tests of several processes, all on one (tests/conftest.py), mostly wait
+CORES := $(shell getconf _NPROCESSORS_ONLN 2> /dev/null || echo 2)
+IN_PARALLEL := -n $(shell echo $$(($(CORES) < 8 ? $(CORES) + 1 : 8))) --dist loadgroup --no-loadscope-reorder
 test: install .venv/.cuda
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long' $(ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m 'not long' $(ARGS)
 
 test-long: install .venv/.cuda
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 # two environments, because Instructor needs an older openai package; npm holds the coding agents
 CLIENTS := .venv-clients

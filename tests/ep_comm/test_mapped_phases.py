@@ -177,7 +177,7 @@ def test_a_call_that_is_given_up_ends_a_wait_at_once(group: LonelyRank, phase: s
     waiter.join(60)
     [(status, when)] = heard
     assert (status.aborted, status.blamed) == ((1,), (1,))
-    assert when - gave_up < 5.0, "long before the deadline"
+    assert 1e3 * (when - gave_up) < TIMEOUT_MS / 10, "long before the deadline"
 
 
 def test_a_rank_that_came_back_is_waited_for_in_one_call_again(group: LonelyRank) -> None:

@@ -112,7 +112,7 @@ def test_the_loopback_clock_is_virtual() -> None:
         return transport.now_ms()
 
     assert run_loopback(heap, program)[1] == 3.6e6
-    assert time.monotonic() - start < 60
+    assert 1e3 * (time.monotonic() - start) < 3.6e6, "nobody waited for an hour"
 
 
 def test_a_loopback_run_is_the_same_every_time_and_a_seed_changes_its_order() -> None:

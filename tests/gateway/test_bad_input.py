@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from tests.gateway.conftest import write_tokenizer
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.gateway.wire import complete, error_of, user
+from tests.work import million_steps_s
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.body import is_deeper_than
@@ -23,11 +24,11 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(autouse=True)
-def _engine_untouched_within_a_second(engine: FakeEngine) -> Iterator[None]:
+def _engine_untouched_after_little_work(engine: FakeEngine) -> Iterator[None]:
     started_s = time.process_time()  # a busy machine is no fault of ours
     yield
     assert engine.submitted == []
-    assert time.process_time() - started_s < 1.0
+    assert time.process_time() - started_s < 50 * million_steps_s()
 
 
 def chat_error(client: TestClient, status: int = 400, **fields: Any) -> dict[str, Any]:
@@ -276,4 +277,4 @@ def test_hostile_bodies_are_scanned_in_linear_time() -> None:
     for body in (b'"' + b'\\"' * 1_000_000, b'"' * 1_000_001, b"[" * 10**6 + b"]" * 10**6):
         started_s = time.process_time()
         is_deeper_than(body, 64)
-        assert time.process_time() - started_s < 0.5
+        assert time.process_time() - started_s < 25 * million_steps_s()
