@@ -1,7 +1,7 @@
 """The block pool: who holds which cache block, and which cached text gives way for a new one.
 
-A block is in exactly one state: free, owned (someone holds a reference), cached (nobody does, but
-the prefix tree knows its text) or quarantined. `free + cached + owned + quarantined = total`.
+A block is in exactly one state: free, owned (it has references) or cached (it has none, but the
+prefix tree knows its text). `free + cached + owned = total`.
 
     allocate: free -> owned, or cached -> owned (evicts the least recently used leaf of the tree)
     acquire:  cached -> owned, or one more reference
@@ -27,7 +27,6 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"the cache needs at least 1 block, got {num_blocks}")
         self.num_blocks = num_blocks
-        self.num_quarantined = 0  # blocks that a peer may still read, once there are hand-offs
         self.num_cached = 0
         self.tree = tree
         self._refs = [0] * num_blocks
@@ -48,7 +47,7 @@ class BlockPool:
 
     @property
     def num_owned(self) -> int:
-        return self.num_blocks - len(self._free) - self.num_cached - self.num_quarantined
+        return self.num_blocks - len(self._free) - self.num_cached
 
     def free_blocks(self) -> tuple[int, ...]:
         """List the blocks whose rows mean nothing any more."""
@@ -188,7 +187,7 @@ class BlockPool:
         )
         assert self.num_cached == num_cached, f"{self.num_cached} cached, counted {num_cached}"
         num_owned = sum(1 for refs in self._refs if refs)
-        total = len(free) + num_cached + num_owned + self.num_quarantined
+        total = len(free) + num_cached + num_owned
         assert total == self.num_blocks, f"blocks add up to {total}, there are {self.num_blocks}"
 
     def _check_tree(self) -> None:

@@ -17,7 +17,7 @@ import msgpack
 
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.params import Constraint, SamplingParams
-from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult, TokenLogprob
+from whalepod.scheduler.plan import Plan, RowResult, SequenceOutput, StepResult, TokenLogprob
 from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
 
@@ -106,7 +106,7 @@ class RecordedScheduler(Scheduler):
         values = [num_drafts, max_tokens]
         return self._record("step", values, super().step, num_drafts, max_tokens)
 
-    def finish(self, result: StepResult) -> list[Output]:
+    def finish(self, result: StepResult) -> list[SequenceOutput]:
         return self._record("finish", [result], super().finish, result)
 
     def finish_failed(self, step: int) -> None:

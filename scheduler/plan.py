@@ -86,7 +86,7 @@ class StepResult(NamedTuple):
     """The part of it that went into making drafts."""
 
 
-class Output(NamedTuple):
+class SequenceOutput(NamedTuple):
     """What one sequence gained in a step, already cut at its end."""
 
     sequence_id: int
@@ -110,3 +110,13 @@ class Output(NamedTuple):
     num_rejected_drafts: int = 0
     """Guesses that were computed and are not in the answer."""
     error: str | None = None
+
+    def join(self, later: SequenceOutput) -> SequenceOutput:
+        """Return this output and a later one of the same sequence as one."""
+        return later._replace(
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+            num_accepted_drafts=self.num_accepted_drafts + later.num_accepted_drafts,
+            num_rejected_drafts=self.num_rejected_drafts + later.num_rejected_drafts,
+        )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from whalepod.scheduler.blocks import BlockPool
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.scheduler.errors import QueueFull
 from whalepod.scheduler.invariants import check_results, check_sequences, held_blocks
 from whalepod.scheduler.kv_cache_manager import KVCacheManager
-from whalepod.scheduler.limits import max_total_tokens
-from whalepod.scheduler.plan import Output, Plan, Row, RowResult, StepResult, TokenLogprob
+from whalepod.scheduler.limits import max_total_tokens, queue_full
+from whalepod.scheduler.plan import Plan, Row, RowResult, SequenceOutput, StepResult, TokenLogprob
 from whalepod.scheduler.planner import Planner, ScheduleBuilder
 from whalepod.scheduler.prefix import PrefixTree
 from whalepod.scheduler.request import FinishDecision, Request, Sequence, Status, decide_finish
-from whalepod.scheduler.stats import Counters, SchedulerStats
+from whalepod.scheduler.stats import Stats
 
 
 class Scheduler:
@@ -57,7 +56,8 @@ class Scheduler:
         self._num_arrivals = 0
         self._next_sequence_id = 0
         self._num_queued_requests = 0
-        self._counters = Counters()
+        self._clock_us = 0
+        self._stats = Stats(num_blocks=num_blocks)
 
     @property
     def has_work(self) -> bool:
@@ -67,12 +67,12 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        Raises TooLong or QueueFull before anything is queued, and ValueError for an id that is
-        alive already.
+        Raises RequestRejected before anything is queued, and ValueError for an id that is alive
+        already.
         """
         num_tokens = self.check_request(request)
         request.arrival = self._num_arrivals
-        request.arrival_us = self._counters.clock_us
+        request.arrival_us = self._clock_us
         self._num_arrivals += 1
         self._num_queued_requests += 1
         self._requests[request.request_id] = request
@@ -89,13 +89,14 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use already")
         num_tokens = max_total_tokens(
-            request,
+            len(request.prompt_token_ids),
+            request.params.max_tokens,
             max_model_len=self.config.max_model_len,
             capacity_tokens=self.pool.num_blocks * self.block_tokens,
         )
         num_queued = self._num_queued_requests + num_coming
         if num_queued >= self.config.max_num_queued_reqs:
-            raise QueueFull(num_queued, self.config.max_num_queued_reqs)
+            raise queue_full(num_queued, self.config.max_num_queued_reqs)
         return num_tokens
 
     @property
@@ -172,7 +173,7 @@ class Scheduler:
             raise RuntimeError(f"step {self._in_flight.step} is in flight: finish it first")
         builder = self._planner.plan(max_tokens)
         self._unreported_preemptions += builder.preempted
-        self._counters.num_preemptions += len(builder.preempted)
+        self._stats.num_preemptions += len(builder.preempted)
         for sequence in builder.admitted:
             self._count_admission(sequence)
         if builder.scheduled:
@@ -182,9 +183,9 @@ class Scheduler:
     def _seal(self, builder: ScheduleBuilder, num_drafts: int) -> Plan:
         rows = self._planner.rows(builder, num_drafts)
         pending = [entry.sequence.pending_copy for entry in builder.scheduled.values()]
-        self._counters.num_steps += 1
+        self._stats.num_steps += 1
         return Plan(
-            step=self._counters.num_steps,
+            step=self._stats.num_steps,
             rows=rows,
             copies=tuple([copy for copy in pending if copy is not None]),
             preempted=tuple(self._unreported_preemptions),
@@ -198,15 +199,15 @@ class Scheduler:
             return
         request.was_admitted = True
         request.num_cached_tokens = sequence.num_computed
-        request.queue_us = self._counters.clock_us - request.arrival_us
+        request.queue_us = self._clock_us - request.arrival_us
         self._num_queued_requests -= 1
-        self._counters.prefix_cache_queries_tokens += sequence.num_prompt_tokens
-        self._counters.prefix_cache_hits_tokens += sequence.num_computed
-        self._counters.prompt_tokens += sequence.num_prompt_tokens
+        self._stats.prefix_cache_queries_tokens += sequence.num_prompt_tokens
+        self._stats.prefix_cache_hits_tokens += sequence.num_computed
+        self._stats.prompt_tokens += sequence.num_prompt_tokens
 
     # ---- results
 
-    def finish(self, result: StepResult) -> list[Output]:
+    def finish(self, result: StepResult) -> list[SequenceOutput]:
         """Take the results of the step in flight and return what each sequence gained.
 
         Raises ValueError, and changes nothing, when they do not fit the plan.
@@ -216,9 +217,9 @@ class Scheduler:
         check_results(plan, results)
         self._in_flight = None
         self._unreported_preemptions.clear()
-        self._counters.num_step_tokens = plan.num_tokens
-        self._counters.step_time_us = result.step_time_us
-        outputs: list[Output] = []
+        self._stats.num_step_tokens = plan.num_tokens
+        self._stats.step_time_us = result.step_time_us
+        outputs: list[SequenceOutput] = []
         for row in plan.rows:
             self._finish_row(row, results[row.sequence_id], outputs)
         self._drop_cancelled()
@@ -238,7 +239,7 @@ class Scheduler:
             raise ValueError(f"result of step {step}, but the step in flight is {in_flight}")
         return plan
 
-    def _finish_row(self, row: Row, result: RowResult, outputs: list[Output]) -> None:
+    def _finish_row(self, row: Row, result: RowResult, outputs: list[SequenceOutput]) -> None:
         sequence = self._sequences.get(row.sequence_id)
         if sequence is None:
             return  # a sibling's error ended the request
@@ -268,15 +269,15 @@ class Scheduler:
         sequence.num_computed = num_computed
         sequence.token_ids += result.token_ids[:num_kept]
         sequence.draft_token_ids = result.draft_token_ids
-        self._counters.generation_tokens += num_kept
+        self._stats.generation_tokens += num_kept
         if row.num_drafts:
-            self._counters.note_drafts(row.num_drafts, min(len(result.token_ids) - 1, num_kept))
+            self._stats.note_drafts(row.num_drafts, min(len(result.token_ids) - 1, num_kept))
         if num_computed >= (len(sequence.path) + 1) * self.block_tokens:
             self._kv_cache.cache(sequence)
 
     def _output(
         self, sequence: Sequence, row: Row, result: RowResult, decision: FinishDecision
-    ) -> Output:
+    ) -> SequenceOutput:
         num_kept, finish_reason, stop_token_id = decision
         if finish_reason is None and len(sequence.token_ids) == sequence.num_computed:
             finish_reason = "length"  # the prompt is computed, and no token was asked for
@@ -285,29 +286,29 @@ class Scheduler:
             prompt_logprobs = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs)
         num_accepted = min(len(result.token_ids) - 1, num_kept) if row.num_drafts else 0
         request = sequence.request
-        return Output(
-            sequence.sequence_id,
-            request.request_id,
-            sequence.index,
-            result.token_ids[:num_kept],
-            result.logprobs[:num_kept],
-            prompt_logprobs,
-            request.num_cached_tokens,
-            request.queue_us,
-            finish_reason,
-            stop_token_id,
-            num_accepted,
-            row.num_drafts - num_accepted,
+        return SequenceOutput(
+            sequence_id=sequence.sequence_id,
+            request_id=request.request_id,
+            index=sequence.index,
+            token_ids=result.token_ids[:num_kept],
+            logprobs=result.logprobs[:num_kept],
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=request.num_cached_tokens,
+            queue_us=request.queue_us,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            num_accepted_drafts=num_accepted,
+            num_rejected_drafts=row.num_drafts - num_accepted,
         )
 
-    def _fail(self, request: Request, error: str, outputs: list[Output]) -> None:
+    def _fail(self, request: Request, error: str, outputs: list[SequenceOutput]) -> None:
         """End all answers of a request; the blocks of this step are not shared."""
         for sequence in list(request.sequences):
             if sequence.status is Status.ENDED:
                 continue
             if not sequence.cancelled:
                 outputs.append(
-                    Output(
+                    SequenceOutput(
                         sequence_id=sequence.sequence_id,
                         request_id=request.request_id,
                         index=sequence.index,
@@ -339,34 +340,19 @@ class Scheduler:
     def note_clock(self, now_us: int) -> None:
         """Take the caller's clock reading of a step. Nothing here decides by it yet; it is an
         input like the others, so a journal has it."""
-        self._counters.clock_us = now_us
+        self._clock_us = now_us
 
     # ---- what others may know
 
-    def stats(self) -> SchedulerStats:
-        """Read gauges and counters."""
-        counters = self._counters
-        return SchedulerStats(
-            num_running=len(self._planner.running),
-            num_waiting=len(self._planner.waiting),
-            num_free_blocks=self.pool.num_free,
-            num_cached_blocks=self.pool.num_cached,
-            num_owned_blocks=self.pool.num_owned,
-            num_quarantined_blocks=self.pool.num_quarantined,
-            num_blocks=self.pool.num_blocks,
-            num_steps=counters.num_steps,
-            num_preemptions=counters.num_preemptions,
-            prefix_cache_queries_tokens=counters.prefix_cache_queries_tokens,
-            prefix_cache_hits_tokens=counters.prefix_cache_hits_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            num_step_tokens=counters.num_step_tokens,
-            step_time_us=counters.step_time_us,
-            num_drafts=counters.num_drafts,
-            num_draft_tokens=counters.num_draft_tokens,
-            num_accepted_tokens=sum(counters.num_accepted_by_position),
-            num_accepted_by_position=tuple(counters.num_accepted_by_position),
-        )
+    def stats(self) -> Stats:
+        """Return gauges and counters of now, in a record that is the caller's."""
+        stats = self._stats.copy()
+        stats.num_running = len(self._planner.running)
+        stats.num_waiting = len(self._planner.waiting)
+        stats.num_free_blocks = self.pool.num_free
+        stats.num_cached_blocks = self.pool.num_cached
+        stats.num_owned_blocks = self.pool.num_owned
+        return stats
 
     def check(self) -> None:
         """Compare every count with a fresh one. Raises AssertionError with both values."""

@@ -15,8 +15,11 @@ from typing import Self
 
 import zmq
 
+from whalepod.scheduler.limits import RequestRejected
+from whalepod.scheduler.plan import SequenceOutput
+from whalepod.scheduler.stats import Stats
 from whalepod.server.codec import Encoder, decode, encode
-from whalepod.server.errors import EngineLost, RequestRecalled, RequestRejected
+from whalepod.server.errors import EngineLost, RequestRecalled
 from whalepod.server.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -29,9 +32,7 @@ from whalepod.server.messages import (
     Recalled,
     Rejected,
     ResetPrefixCache,
-    SequenceOutput,
     Shutdown,
-    Stats,
     StepOutputs,
     Submit,
     ToEngine,
@@ -330,7 +331,7 @@ class EngineChannel:
                     pong.set_result(message.stats)
             case Rejected():
                 if (queue := self._queues.get(message.request_id)) is not None:
-                    queue.fail(RequestRejected(message.code, message.message))
+                    queue.fail(RequestRejected(message.code, message.message, message.param))
             case Recalled():
                 if (queue := self._queues.get(message.request_id)) is not None:
                     queue.fail(RequestRecalled(message.request_id))

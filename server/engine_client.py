@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
-from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
+from whalepod.scheduler.plan import SequenceOutput
+from whalepod.scheduler.stats import Stats
+from whalepod.server.messages import EngineInfo, Submit
 
 
 class EngineClient(Protocol):

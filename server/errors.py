@@ -3,18 +3,6 @@
 from __future__ import annotations
 
 
-class RequestRejected(Exception):
-    """The user asked for something that cannot be: refused before it costs anything.
-
-    `code` is machine readable ("context_length_exceeded", "queue_full", "invalid_request", ...);
-    `param` names the field of the request, when one is to blame.
-    """
-
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.message, self.param = code, message, param
-
-
 class EngineLost(Exception):
     """The engine process died or stopped answering; live requests are lost, new ones get a 503."""
 

@@ -9,10 +9,11 @@ strings, lists and maps travel.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from whalepod.scheduler.params import SamplingParams
-from whalepod.scheduler.plan import TokenLogprob
+from whalepod.scheduler.plan import SequenceOutput
+from whalepod.scheduler.stats import Stats
 
 PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -96,59 +97,6 @@ class EngineInfo:
     structured_outputs_backend: str = "llguidance"
 
 
-class SequenceOutput(NamedTuple):
-    """New tokens of one sequence of a request: the scheduler's `Output` behind its sequence id."""
-
-    request_id: str
-    index: int  # type: ignore[assignment]  # hides tuple.index
-    """Which of the request's `num_sequences` answers."""
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    num_cached_tokens: int = 0
-    queue_us: int = 0
-    """Time from the request's arrival in the engine to its admission."""
-    finish_reason: str | None = None
-    stop_token_id: int | None = None
-    num_accepted_drafts: int = 0
-    """How many of `token_ids` had been guessed."""
-    num_rejected_drafts: int = 0
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
-    """Counters since the engine's start and gauges; sent with pongs and now and then with outputs:
-    when requests came or went, and every STATS_INTERVAL_US."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    """Who waits for a grammar or for a slot."""
-    num_compiling: int = 0
-    """Those of `num_waiting` whose grammars are being compiled."""
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_owned_blocks: int = 0
-    num_blocks: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    prefix_cache_queries_tokens: int = 0
-    prefix_cache_hits_tokens: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    step_time_us: int = 0
-    num_step_tokens: int = 0
-    num_drafts: int = 0
-    """Rows that had drafts to verify."""
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_by_position: tuple[int, ...] = ()
-    num_speculative_tokens: int = 0
-    """Drafts that each row of the last step was asked for."""
-    waited_ms: tuple[int, ...] = ()
-    """For each rank of the group, how long this one has waited for it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
     """Engine to gateway: everything that one step produced."""
@@ -166,6 +114,8 @@ class Rejected:
     code: str
     """"context_length_exceeded", "queue_full", "invalid_request", "too_large"."""
     message: str
+    param: str | None = None
+    """The field of the request that is to blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from whalepod.server.messages import SequenceOutput
-from whalepod.server.outputs import join_outputs
+from whalepod.scheduler.plan import SequenceOutput
 
 MAX_QUEUED_OUTPUTS = 64
 """Outputs that wait for one slow reader; later ones are joined to the last of their sequence."""
@@ -33,7 +32,7 @@ class OutputQueue:
         if len(self._outputs) >= MAX_QUEUED_OUTPUTS:
             for place in range(len(self._outputs) - 1, -1, -1):
                 if self._outputs[place].index == output.index:
-                    self._outputs[place] = join_outputs(self._outputs[place], output)
+                    self._outputs[place] = self._outputs[place].join(output)
                     return
         self._outputs.append(output)
         self._arrived.set()

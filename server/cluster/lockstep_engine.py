@@ -16,7 +16,8 @@ from whalepod.ep_comm.group import CallFailed
 from whalepod.ep_comm.handshake import HandshakeError
 from whalepod.ep_comm.parallel import Dispatcher
 from whalepod.mtp.stats import StepRecord
-from whalepod.scheduler.plan import Plan, StepResult
+from whalepod.scheduler.plan import Plan, SequenceOutput, StepResult
+from whalepod.scheduler.stats import Stats
 from whalepod.server.cluster.group_member import GroupMember
 from whalepod.server.cluster.lockstep import Park, Step
 from whalepod.server.cluster.rank_record import RankRecord, StepOutcome
@@ -28,8 +29,6 @@ from whalepod.server.messages import (
     EngineInfo,
     Pong,
     Rejected,
-    SequenceOutput,
-    Stats,
     StepOutputs,
     Submit,
     ToEngine,

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
+from whalepod.scheduler.plan import SequenceOutput
+from whalepod.scheduler.stats import Stats, add_stats
 from whalepod.server.channel import EngineChannel
 from whalepod.server.errors import EngineLost, RequestRecalled, StartupError
-from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
+from whalepod.server.messages import EngineInfo, Submit
 
 WATCH_S = 0.1
 """How often the router looks for lost ranks and for work to move."""
@@ -302,20 +304,3 @@ def expected_tokens(request: Submit) -> int:
     limit = request.params.max_tokens
     answer = EXPECTED_TOKENS if limit is None else min(limit, EXPECTED_TOKENS)
     return len(request.prompt_token_ids) + answer * request.num_sequences
-
-
-def add_stats(stats: Sequence[Stats]) -> Stats:
-    """Add counters and gauges of ranks up; times and depths are those of the largest."""
-    totals: dict[str, object] = {}
-    for name in (f.name for f in fields(Stats)):
-        values = [getattr(one, name) for one in stats]
-        if name == "num_accepted_by_position":
-            depth = max((len(counts) for counts in values), default=0)
-            totals[name] = tuple([sum(c[i] for c in values if i < len(c)) for i in range(depth)])
-        elif name == "waited_ms":
-            totals[name] = ()
-        elif name in ("step_time_us", "num_speculative_tokens"):
-            totals[name] = max(values, default=0)
-        else:
-            totals[name] = sum(values)
-    return Stats(**totals)  # type: ignore[arg-type]

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from typing import BinaryIO
 
 from whalepod.mtp.depth import Depth, FixedDepth
-from whalepod.scheduler.errors import RequestRejected
-from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
+from whalepod.scheduler.limits import RequestRejected
+from whalepod.scheduler.plan import Plan, RowResult, SequenceOutput, StepResult
 from whalepod.scheduler.request import Request, Sequence
 from whalepod.scheduler.scheduler import Scheduler
+from whalepod.scheduler.stats import Stats
 from whalepod.server.engine.grammar import GrammarState, GrammarStore
 from whalepod.server.engine.grammar_queue import Compiling, GrammarQueue
 from whalepod.server.engine.input_processor import InputProcessor
-from whalepod.server.engine.refusals import failure, rejected
 from whalepod.server.engine.runner import Runner, new_runner_sequence
 from whalepod.server.engine.scripted import Script, ScriptedOutputs, TestHooks
 from whalepod.server.engine.speculation import step_record
@@ -29,9 +29,7 @@ from whalepod.server.messages import (
     Recalled,
     Rejected,
     ResetPrefixCache,
-    SequenceOutput,
     Shutdown,
-    Stats,
     StepOutputs,
     Submit,
     ToEngine,
@@ -97,29 +95,12 @@ class EngineCore:
 
     @property
     def stats(self) -> Stats:
-        s = self.scheduler.stats()
-        return Stats(
-            num_running=s.num_running,
-            num_waiting=len(self._grammar_queue) + s.num_waiting,
-            num_compiling=len(self._grammar_queue),
-            num_free_blocks=s.num_free_blocks,
-            num_cached_blocks=s.num_cached_blocks,
-            num_owned_blocks=s.num_owned_blocks,
-            num_blocks=s.num_blocks,
-            num_steps=s.num_steps,
-            num_preemptions=s.num_preemptions,
-            prefix_cache_queries_tokens=s.prefix_cache_queries_tokens,
-            prefix_cache_hits_tokens=s.prefix_cache_hits_tokens,
-            prompt_tokens=s.prompt_tokens,
-            generation_tokens=s.generation_tokens,
-            step_time_us=s.step_time_us,
-            num_step_tokens=s.num_step_tokens,
-            num_drafts=s.num_drafts,
-            num_draft_tokens=s.num_draft_tokens,
-            num_accepted_tokens=s.num_accepted_tokens,
-            num_accepted_by_position=s.num_accepted_by_position,
-            num_speculative_tokens=self._num_drafts,
-        )
+        """Gauges and counters of now."""
+        stats = self.scheduler.stats()
+        stats.num_compiling = len(self._grammar_queue)
+        stats.num_waiting += stats.num_compiling
+        stats.num_speculative_tokens = self._num_drafts
+        return stats
 
     def check(self) -> None:
         """Raise AssertionError unless every block and every sequence has exactly one owner."""
@@ -180,27 +161,36 @@ class EngineCore:
         Whatever speaks against it is said here: later it has no refusal any more, only a failure.
         """
         try:
-            if submit.request_id in self._grammar_queue:
-                raise ValueError(f"request id {submit.request_id!r} is in use already")
+            self._take(submit)
+        except RequestRejected as error:
+            return Rejected(
+                request_id=submit.request_id,
+                code=error.code,
+                message=error.message,
+                param=error.param,
+            )
+        return None
+
+    def _take(self, submit: Submit) -> None:
+        if submit.request_id in self._grammar_queue:
+            raise RequestRejected("invalid_request", f"request id {submit.request_id!r} is in use")
+        try:
             request, script = self._intake.take(submit)
             self.scheduler.check_request(request, num_coming=len(self._grammar_queue))
-        except RequestRejected as error:
-            return rejected(submit, error.code, error.message)
         except ValueError as error:
-            return rejected(submit, "invalid_request", str(error))
+            raise RequestRejected("invalid_request", str(error)) from error
         constraint = submit.params.constraint
         if constraint is None:
             self._start(request, script, None)
-            return None
+            return
         if self._grammars is None:
-            return rejected(submit, "invalid_request", "this model has no tokenizer for grammars")
+            raise RequestRejected("invalid_request", "this model has no tokenizer for grammars")
         if self._grammar_queue.is_full:
             message = f"{len(self._grammar_queue)} grammars wait to be compiled"
-            return rejected(submit, "queue_full", message)
+            raise RequestRejected("queue_full", message)
         matcher = self._grammars.matcher(constraint)
         self._grammar_queue.add(Compiling(request=request, script=script, matcher=matcher))
         self._has_stats_to_tell = True
-        return None
 
     def admit_compiled(self) -> list[SequenceOutput]:
         """Queue the requests whose grammars are ready; return the failures of the others."""
@@ -209,7 +199,7 @@ class EngineCore:
             try:
                 matcher = compiling.matcher.result()
             except GrammarError as error:
-                failures.append(failure(compiling.request.request_id, str(error)))
+                failures.append(_failed_output(compiling.request.request_id, str(error)))
             else:
                 self._start(compiling.request, compiling.script, matcher)
         return failures
@@ -356,19 +346,18 @@ class EngineCore:
             logger.exception("step %d failed again: its requests end", again.step)
             return again, _failed_result(again)
 
-    def _message(self, output: Output) -> SequenceOutput | None:
-        message = SequenceOutput._make(output[1:])
+    def _message(self, output: SequenceOutput) -> SequenceOutput | None:
         is_scripted = output.sequence_id in self._scripted
-        whole = self._join_scripted(output, message) if is_scripted else message
+        whole = self._join_scripted(output) if is_scripted else output
         if output.finish_reason is not None:
             self._forget(output.request_id, output.sequence_id)
         return whole
 
-    def _join_scripted(self, output: Output, message: SequenceOutput) -> SequenceOutput | None:
+    def _join_scripted(self, output: SequenceOutput) -> SequenceOutput | None:
         if output.finish_reason is not None:
-            return self._scripted.join(output.sequence_id, message)
+            return self._scripted.join(output.sequence_id, output)
         num_generated = self.scheduler.sequence(output.sequence_id).num_generated
-        return self._scripted.join_step(output.sequence_id, message, num_generated)
+        return self._scripted.join_step(output.sequence_id, output, num_generated)
 
     def _forget(self, request_id: str, sequence_id: int) -> None:
         """Keep nothing of a sequence that ended."""
@@ -379,6 +368,13 @@ class EngineCore:
         if not live:
             del self._live[request_id]
             self._has_stats_to_tell = True
+
+
+def _failed_output(request_id: str, error: str) -> SequenceOutput:
+    """Return the end of a request that was taken and cannot be run."""
+    return SequenceOutput(
+        sequence_id=-1, request_id=request_id, index=0, finish_reason="error", error=error
+    )
 
 
 def _failed_result(plan: Plan) -> StepResult:

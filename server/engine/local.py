@@ -9,15 +9,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from whalepod.models.source import resolve_model
+from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.params import SamplingParams
-from whalepod.scheduler.plan import TokenLogprob
+from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
 from whalepod.server.build import build_engine
 from whalepod.server.config import EngineConfig
 from whalepod.server.engine.grammar_queue import MAX_COMPILING
-from whalepod.server.errors import RequestRejected
 from whalepod.server.gateway.tokenizer import TextTokenizer
-from whalepod.server.messages import Abort, Rejected, SequenceOutput, Submit
-from whalepod.server.outputs import join_outputs
+from whalepod.server.messages import Abort, Rejected, Submit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +110,7 @@ class Engine:
                 step = self._core.step()
                 for output in step.outputs if step is not None else ():
                     before = answers.get(output.request_id)
-                    answers[output.request_id] = join_outputs(before, output) if before else output
+                    answers[output.request_id] = before.join(output) if before else output
         finally:  # also after a refusal or Ctrl-C: nothing of this call stays behind
             self._core.receive([Abort(request_id=submit.request_id) for submit in submits])
         return answers
@@ -119,7 +118,7 @@ class Engine:
     def _submit(self, submit: Submit) -> None:
         for reply in self._core.receive([submit]):
             if isinstance(reply, Rejected):
-                raise RequestRejected(reply.code, reply.message)
+                raise RequestRejected(reply.code, reply.message, reply.param)
 
     def _generation(self, answer: SequenceOutput) -> Generation:
         token_ids = answer.token_ids

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from whalepod.scheduler.journal import Divergence, replay
-from whalepod.scheduler.plan import Output, Plan, RowResult, StepResult
+from whalepod.scheduler.plan import Plan, RowResult, SequenceOutput, StepResult
 from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.runner import Runner, new_runner_sequence
@@ -66,7 +66,7 @@ class _ExecutingScheduler(Scheduler):
         self._plan = super().step(num_drafts, max_tokens)
         return self._plan
 
-    def finish(self, result: StepResult) -> list[Output]:
+    def finish(self, result: StepResult) -> list[SequenceOutput]:
         if self._plan is not None and self.difference is None:
             self._compare(result, self._runner.run(self._plan))
         outputs = super().finish(result)

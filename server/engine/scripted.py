@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from whalepod.server.messages import SequenceOutput
-from whalepod.server.outputs import join_outputs
+from whalepod.scheduler.plan import SequenceOutput
 
 RAISE = "!raise"
 """The piece that makes its step fail."""
@@ -79,7 +78,7 @@ class ScriptedOutputs:
     def join(self, sequence_id: int, output: SequenceOutput) -> SequenceOutput:
         """Return an output behind those that were held back."""
         held = self._held.pop(sequence_id, None)
-        return output if held is None else join_outputs(held, output)
+        return output if held is None else held.join(output)
 
     def join_step(
         self, sequence_id: int, output: SequenceOutput, num_generated: int

@@ -15,7 +15,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from whalepod.server.errors import EngineLost, RequestRejected
+from whalepod.scheduler.limits import RequestRejected
+from whalepod.server.errors import EngineLost
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from whalepod.scheduler.plan import TokenLogprob
+from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
 from whalepod.server.engine_client import EngineClient
 from whalepod.server.gateway.api_errors import ApiError, as_api_error
 from whalepod.server.gateway.events import (
@@ -22,7 +22,7 @@ from whalepod.server.gateway.families.interface import Parser, PlainParser
 from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.stops import StopMatcher
 from whalepod.server.gateway.tokenizer import TextTokenizer
-from whalepod.server.messages import SequenceOutput, Submit
+from whalepod.server.messages import Submit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

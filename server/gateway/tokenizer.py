@@ -11,7 +11,8 @@ from typing import Any, Final
 import orjson
 from transformers import PreTrainedTokenizerFast
 
-from whalepod.server.errors import RequestRejected, StartupError
+from whalepod.scheduler.limits import RequestRejected
+from whalepod.server.errors import StartupError
 from whalepod.server.gateway.detokenizer import IncrementalDetokenizer
 from whalepod.server.token_bytes import bytes_of_tokens
 

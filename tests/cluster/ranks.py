@@ -27,6 +27,7 @@ from whalepod.mtp.depth import Depth, FixedDepth
 from whalepod.mtp.drafter import Drafter
 from whalepod.mtp.module import MtpModule
 from whalepod.scheduler.config import SchedulerConfig
+from whalepod.scheduler.plan import SequenceOutput
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.cluster.group_member import GroupMember, HealthMonitor
 from whalepod.server.cluster.lockstep import Lockstep
@@ -38,7 +39,7 @@ from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.runner import Runner
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.speculation import Speculator
-from whalepod.server.messages import EngineInfo, Rejected, SequenceOutput, ToEngine
+from whalepod.server.messages import EngineInfo, Rejected, ToEngine
 
 Answers = dict[tuple[str, int], SequenceOutput]
 TIMEOUT_MS = 1000.0

@@ -14,7 +14,8 @@ from tests.equality import assert_bit_equal
 from whalepod.ep_comm.transport.loopback import results_of
 from whalepod.mtp.depth import AdaptiveDepth
 from whalepod.scheduler.params import SamplingParams
-from whalepod.server.messages import Abort, SequenceOutput, Submit, ToEngine
+from whalepod.scheduler.plan import SequenceOutput
+from whalepod.server.messages import Abort, Submit, ToEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, logprobs=0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=11)

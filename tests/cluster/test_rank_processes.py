@@ -21,14 +21,15 @@ from tests.engine.test_launch import cpu_seconds, is_alive
 from tests.equality import assert_bit_equal
 from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.config import SchedulerConfig
+from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.plan import SequenceOutput
 from whalepod.server.cluster.rank_group import RankGroup
 from whalepod.server.cluster.router import RankRouter
 from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource, ParallelConfig
 from whalepod.server.engine.local import Engine, Generation
-from whalepod.server.errors import EngineLost, RequestRejected, StartupError
-from whalepod.server.messages import SequenceOutput, Submit
-from whalepod.server.outputs import join_outputs
+from whalepod.server.errors import EngineLost, StartupError
+from whalepod.server.messages import Submit
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -105,7 +106,7 @@ def answers_of_one(folder: str, submits: list[Submit]) -> list[Generation]:
 async def answer(router: RankRouter, submit: Submit) -> SequenceOutput:
     whole: SequenceOutput | None = None
     async for output in router.submit(submit):
-        whole = join_outputs(whole, output) if whole else output
+        whole = whole.join(output) if whole else output
     assert whole is not None
     return whole
 

@@ -13,11 +13,13 @@ import pytest
 from tests.engine.fakes import expected_answer, make_core
 from tests.engine.test_channel import DEADLINE_S, engine, until
 from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.plan import SequenceOutput
+from whalepod.scheduler.stats import Stats, add_stats
 from whalepod.server.channel import EngineChannel
-from whalepod.server.cluster.router import RankRouter, add_stats, expected_tokens
+from whalepod.server.cluster.router import RankRouter, expected_tokens
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.errors import EngineLost, StartupError
-from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
+from whalepod.server.messages import EngineInfo, Submit
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LONG = replace(SHORT, max_tokens=300)

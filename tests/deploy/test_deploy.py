@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 import whalepod
+from whalepod.scheduler.stats import Stats
 from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.config import EngineConfig, GatewayConfig, NodesConfig
 from whalepod.server.gateway.metrics import Metrics
-from whalepod.server.messages import Stats
 from whalepod.tools import cli
 from whalepod.tools.flags import ENV_PREFIX, flags_of
 

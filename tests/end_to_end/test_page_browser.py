@@ -16,10 +16,10 @@ from tests.gateway.conftest import write_tokenizer
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.families.transcripts import block, cut_at, v31_call
 from tests.gateway.serving import serving, wait_until
+from whalepod.scheduler.stats import Stats
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.tokenizer import TextTokenizer
-from whalepod.server.messages import Stats
 
 pytestmark = pytest.mark.ranks
 ARGUMENTS = (

@@ -21,6 +21,7 @@ from whalepod.mtp.drafter import Drafter
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.plan import SequenceOutput
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore
@@ -30,8 +31,7 @@ from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import seed_of_branch
 from whalepod.server.engine.scripted import TestHooks
 from whalepod.server.engine.speculation import Speculator
-from whalepod.server.messages import EngineInfo, SequenceOutput, StepOutputs
-from whalepod.server.outputs import join_outputs
+from whalepod.server.messages import EngineInfo, StepOutputs
 
 VOCAB_SIZE = 50
 
@@ -316,4 +316,4 @@ def run_to_end(core: EngineCore, max_steps: int = 5_000) -> dict[tuple[str, int]
 def collect(answers: dict[tuple[str, int], SequenceOutput], outputs: StepOutputs) -> None:
     for output in outputs.outputs:
         key = (output.request_id, output.index)
-        answers[key] = join_outputs(answers[key], output) if key in answers else output
+        answers[key] = answers[key].join(output) if key in answers else output

@@ -13,13 +13,15 @@ import pytest
 import zmq
 
 from tests.engine.fakes import expected_answer, make_core
+from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.plan import SequenceOutput
 from whalepod.server import channel as channel_module, output_queue
 from whalepod.server.channel import EngineChannel, EngineServer, new_socket
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine_process import serve
-from whalepod.server.errors import EngineLost, RequestRejected
-from whalepod.server.messages import EngineFailed, SequenceOutput, StepOutputs, Submit
+from whalepod.server.errors import EngineLost
+from whalepod.server.messages import EngineFailed, StepOutputs, Submit
 
 DEADLINE_S = 10.0
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -263,7 +265,7 @@ def test_last_words_of_the_engine_reach_its_readers_after_their_outputs(tmp_path
                 first = asyncio.create_task(anext(outputs))
                 server = EngineServer(address)
                 await asyncio.sleep(0)
-                output = SequenceOutput(request_id="a", index=0, token_ids=(7,))
+                output = SequenceOutput(sequence_id=0, request_id="a", index=0, token_ids=(7,))
                 server.send(StepOutputs(outputs=(output,)))
                 server.send(EngineFailed(message="a bug"))
 

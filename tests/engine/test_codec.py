@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from whalepod.scheduler.params import SamplingParams
-from whalepod.scheduler.plan import TokenLogprob
+from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
+from whalepod.scheduler.stats import Stats
 from whalepod.server import codec
 from whalepod.server.config import EngineConfig, ModelSource
 from whalepod.server.messages import (
@@ -24,9 +25,7 @@ from whalepod.server.messages import (
     Pong,
     Rejected,
     ResetPrefixCache,
-    SequenceOutput,
     Shutdown,
-    Stats,
     StepOutputs,
     Submit,
 )
@@ -58,6 +57,7 @@ ENGINE_NUMBERS = {field.name: INT64 for field in fields(EngineInfo) if field.typ
 OUTPUTS = st.builds(
     SequenceOutput,
     request_id=st.text(),
+    sequence_id=INT64,
     index=INT64,
     token_ids=TOKENS,
     logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
@@ -134,10 +134,10 @@ def wire(message: Any, **changes: Any) -> bytes:
 
 def test_unknown_fields_are_ignored() -> None:
     assert codec.decode(wire(Ping(nonce=3), colour="blue")) == Ping(nonce=3)
-    output = SequenceOutput(request_id="a", index=0, token_ids=(5,))
+    output = SequenceOutput(sequence_id=3, request_id="a", index=0, token_ids=(5,))
     told = StepOutputs(outputs=(output,))
     assert codec.decode(wire(told, outputs=[[*output, "blue"]])) == told
-    assert codec.decode(wire(told, outputs=[["a", 0, [5]]])) == told
+    assert codec.decode(wire(told, outputs=[[3, "a", 0, [5]]])) == told
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_unknown_fields_are_ignored() -> None:
         (msgpack.packb({"v": PROTOCOL_VERSION, "t": "Ping", 5: 5}), "not msgpack"),
         (b"", "not msgpack"),
         (b"\x91" * 100_000, "not msgpack"),
-        (wire(StepOutputs(outputs=()), outputs=[["a"]]), "index is missing"),
+        (wire(StepOutputs(outputs=()), outputs=[[0, "a"]]), "index is missing"),
         (
-            wire(StepOutputs(outputs=()), outputs=[["a", 0, [1], "b"]]),
+            wire(StepOutputs(outputs=()), outputs=[[0, "a", 0, [1], "b"]]),
             "outputs.logprobs: expected a list",
         ),
         (wire(StepOutputs(outputs=()), outputs=[{"index": 0}]), "expected a list, got dict"),

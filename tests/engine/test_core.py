@@ -20,6 +20,7 @@ from tests.engine.fakes import (
     run_to_end,
 )
 from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.plan import SequenceOutput
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.messages import (
     Abort,
@@ -27,7 +28,6 @@ from whalepod.server.messages import (
     Pong,
     Rejected,
     ResetPrefixCache,
-    SequenceOutput,
     Shutdown,
     StepOutputs,
     Submit,

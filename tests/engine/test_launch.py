@@ -18,11 +18,12 @@ import pytest
 from tests.engine.fakes import expected_answer
 from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.plan import SequenceOutput
 from whalepod.server.config import DeviceConfig, EngineConfig, ModelSource
 from whalepod.server.engine.local import Engine
 from whalepod.server.engine_launcher import EngineProcess
 from whalepod.server.errors import EngineLost, StartupError
-from whalepod.server.messages import SequenceOutput, Submit
+from whalepod.server.messages import Submit
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

@@ -15,12 +15,13 @@ import pytest
 import whalepod
 from whalepod.models.synthetic import synthesize
 from whalepod.scheduler.journal import replay
+from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.params import Constraint, SamplingParams
 from whalepod.server.engine.grammar_queue import MAX_COMPILING
 from whalepod.server.engine.local import Engine, Generation
 from whalepod.server.engine.replay import Difference, replay_with_model
 from whalepod.server.engine.script_text import load_encode
-from whalepod.server.errors import RequestRejected, StartupError
+from whalepod.server.errors import StartupError
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Abort, Submit
 

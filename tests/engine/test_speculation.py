@@ -28,8 +28,9 @@ from whalepod.mtp.depth import FixedDepth
 from whalepod.mtp.stats import StepRecord
 from whalepod.scheduler.journal import replay
 from whalepod.scheduler.params import MAX_SPECULATIVE_TOKENS, SamplingParams
+from whalepod.scheduler.plan import SequenceOutput
 from whalepod.server.engine.core import EngineCore
-from whalepod.server.messages import Abort, SequenceOutput, Submit
+from whalepod.server.messages import Abort, Submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
 SAMPLED = SamplingParams(top_p=0.9, seed=7, max_tokens=40, ignore_eos=True, logprobs=2)

@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+from whalepod.scheduler.limits import RequestRejected
+from whalepod.scheduler.plan import SequenceOutput
+from whalepod.scheduler.stats import Stats
 from whalepod.server.engine.core import EngineCore
-from whalepod.server.errors import RequestRejected
-from whalepod.server.messages import (
-    Abort,
-    EngineInfo,
-    Rejected,
-    ResetPrefixCache,
-    SequenceOutput,
-    Stats,
-    Submit,
-)
+from whalepod.server.messages import Abort, EngineInfo, Rejected, ResetPrefixCache, Submit
 
 
 class CoreUpstream:
@@ -54,7 +48,7 @@ class CoreUpstream:
         self.submitted[request.request_id] = request
         for reply in self.core.receive([request]):
             assert isinstance(reply, Rejected)
-            raise RequestRejected(reply.code, reply.message)
+            raise RequestRejected(reply.code, reply.message, reply.param)
         mine = self._outputs[request.request_id] = []
         live = self._live[request.request_id] = set(range(request.num_sequences))
         try:

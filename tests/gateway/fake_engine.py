@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from whalepod.scheduler.plan import TokenLogprob
-from whalepod.server.errors import EngineLost, RequestRejected
+from whalepod.scheduler.limits import RequestRejected
+from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
+from whalepod.scheduler.stats import Stats
+from whalepod.server.errors import EngineLost
 from whalepod.server.gateway.tokenizer import TextTokenizer
-from whalepod.server.messages import EngineInfo, SequenceOutput, Stats, Submit
+from whalepod.server.messages import EngineInfo, Submit
 
 MAX_MODEL_LEN = 512
 
@@ -104,6 +106,7 @@ class FakeEngine:
         left = request.params.max_tokens
         assert left is not None, "the gateway always says how many tokens fit"
         base = SequenceOutput(
+            sequence_id=index,
             request_id=request.request_id,
             index=index,
             token_ids=(),
@@ -167,6 +170,7 @@ class FakeEngine:
         assert num_top is not None
         ids = request.prompt_token_ids[1:]
         return SequenceOutput(
+            sequence_id=0,
             request_id=request.request_id,
             index=0,
             token_ids=(),

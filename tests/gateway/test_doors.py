@@ -14,11 +14,11 @@ import whalepod
 from tests.gateway.conftest import BOS
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.gateway.wire import chat, complete, error_of, post, user
+from whalepod.scheduler.stats import Stats
 from whalepod.server.config import GatewayConfig
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.tokenizer import TextTokenizer
-from whalepod.server.messages import Stats
 
 
 @pytest.fixture

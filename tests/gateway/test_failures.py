@@ -9,8 +9,8 @@ from starlette.testclient import TestClient
 
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.wire import chat, error_of, finish_reasons, stream_chat, text_of, user
+from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.params import SamplingParams
-from whalepod.server.errors import RequestRejected
 from whalepod.server.gateway.api_errors import ApiError
 from whalepod.server.gateway.events import Delta, fold
 from whalepod.server.gateway.generation import PromptRun, generate

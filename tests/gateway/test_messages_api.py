@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.gateway.families.transcripts import block, cut_at, v31_call
 from tests.gateway.wire import named_events
+from whalepod.scheduler.limits import RequestRejected
 from whalepod.server.config import GatewayConfig
-from whalepod.server.errors import RequestRejected
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.tokenizer import TextTokenizer
 

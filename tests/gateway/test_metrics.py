@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_doors import metric
 from tests.gateway.wire import chat, complete
+from whalepod.scheduler.stats import Stats
 from whalepod.server.gateway.metrics import INTERVAL_S, Metrics, RequestTimer, measuring_lag
-from whalepod.server.messages import Stats
 
 
 class Clock:

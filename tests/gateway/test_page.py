@@ -14,11 +14,11 @@ from starlette.testclient import TestClient
 import whalepod
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.wire import chat, error_of
+from whalepod.scheduler.stats import Stats
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.routes_page import FOLDER, page_files
 from whalepod.server.gateway.tokenizer import TextTokenizer
-from whalepod.server.messages import Stats
 
 OWN_FILES = sorted(name for name in page_files() if not name.startswith("vendor/"))
 VENDORED = sorted(name for name in page_files() if re.fullmatch(r"vendor/[^/]+", name))

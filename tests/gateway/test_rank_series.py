@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi.testclient import TestClient
 
 from tests.gateway.fake_engine import FakeEngine
-from whalepod.server.messages import Stats
+from whalepod.scheduler.stats import Stats
 
 
 def test_one_engine_has_no_series_of_ranks(client: TestClient) -> None:

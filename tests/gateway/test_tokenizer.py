@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.conftest import BOS, EOS, write_tokenizer
-from whalepod.server.errors import RequestRejected, StartupError
+from whalepod.scheduler.limits import RequestRejected
+from whalepod.server.errors import StartupError
 from whalepod.server.gateway.tokenizer import TextTokenizer, read_default_params
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.params import SamplingParams
-from whalepod.scheduler.plan import Output, Plan, Row, RowResult, StepResult, TokenLogprob
+from whalepod.scheduler.plan import Plan, Row, RowResult, SequenceOutput, StepResult, TokenLogprob
 from whalepod.scheduler.request import Request, Sequence
 from whalepod.scheduler.scheduler import Scheduler
 
@@ -129,7 +129,7 @@ class SimulatedEngine:
             assert self.run_step() is not None, "requests are alive, but no step is planned"
         raise AssertionError(f"requests are still alive after {max_steps} steps")
 
-    def finish(self, plan: Plan, *, failing: frozenset[int] = frozenset()) -> list[Output]:
+    def finish(self, plan: Plan, *, failing: frozenset[int] = frozenset()) -> list[SequenceOutput]:
         """Compute a plan; the rows of the sequences in `failing` yield errors."""
         self._copy(plan)
         texts = [self._read(row) for row in plan.rows]
@@ -257,7 +257,7 @@ class SimulatedEngine:
 
     # ---- the client
 
-    def _collect(self, outputs: list[Output]) -> None:
+    def _collect(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             answer = self.answers.setdefault((output.request_id, output.index), Answer())
             assert answer.finish_reason is None, f"{output} after the end of its answer"

@@ -14,9 +14,8 @@ from tests.scheduler.simulated_engine import (
     reference_answer,
 )
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.scheduler.errors import RequestRejected
 from whalepod.scheduler.journal import RecordedScheduler, replay
-from whalepod.scheduler.limits import max_total_tokens
+from whalepod.scheduler.limits import RequestRejected, max_total_tokens
 from whalepod.scheduler.request import Request
 
 BLOCK_TOKENS = 4
@@ -163,7 +162,8 @@ class Run:
             assert self.scheduler.stats() == before
             return
         limit = max_total_tokens(
-            request,
+            len(request.prompt_token_ids),
+            request.params.max_tokens,
             max_model_len=self.scheduler.config.max_model_len,
             capacity_tokens=self.scheduler.pool.num_blocks * BLOCK_TOKENS,
         )

@@ -9,8 +9,8 @@ import pytest
 
 from tests.scheduler.simulated_engine import EOS, SimulatedEngine, make_request
 from whalepod.scheduler.config import SchedulerConfig
-from whalepod.scheduler.errors import TooLong
 from whalepod.scheduler.journal import JournalError, RecordedScheduler, replay
+from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.plan import StepResult
 
 
@@ -33,7 +33,7 @@ def record() -> bytes:
                 f"r{i}", [1, 2, 3, 4, 5, i], n=1 + i % 2, logprobs=2, logit_bias={3: 1.5}, seed=i
             )
         )
-    with pytest.raises(TooLong):
+    with pytest.raises(RequestRejected):
         scheduler.add(make_request("long", [1] * 99))
     plan = engine.step()
     assert plan is not None
@@ -90,11 +90,11 @@ def test_different_token_of_the_model_shows_in_the_outputs() -> None:
 
 def test_refusal_that_does_not_happen_again_is_a_difference() -> None:
     items = frames(record())
-    where = items.index(["raised", "TooLong"])
+    where = items.index(["raised", "RequestRejected"])
     items[where - 1][1][1] = [1]
     divergence = replay(pack(items))
     assert divergence is not None
-    assert divergence.recorded == "raised TooLong"
+    assert divergence.recorded == "raised RequestRejected"
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 40])

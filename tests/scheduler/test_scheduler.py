@@ -14,16 +14,16 @@ from tests.scheduler.simulated_engine import (
     make_scheduler,
     reference_answer,
 )
-from whalepod.scheduler.errors import QueueFull, TooLong
+from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.params import SamplingParams
-from whalepod.scheduler.plan import Output, Plan, Row, RowResult, StepResult, TokenLogprob
+from whalepod.scheduler.plan import Plan, Row, RowResult, SequenceOutput, StepResult, TokenLogprob
 from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
 
 PROMPT = tuple(1 + zlib.crc32(bytes([i])) % 5 for i in range(60))
 
 
-def finish_with(scheduler: Scheduler, plan: Plan, tokens: tuple[int, ...]) -> list[Output]:
+def finish_with(scheduler: Scheduler, plan: Plan, tokens: tuple[int, ...]) -> list[SequenceOutput]:
     """Give every sampling row the same tokens."""
     logprobs = tuple(TokenLogprob(token_id=t, logprob=-t / 8, rank=1) for t in tokens)
     rows = tuple(
@@ -119,7 +119,7 @@ def test_nothing_to_do_plans_nothing() -> None:
 
 def test_prompt_over_the_context_is_refused_with_both_numbers() -> None:
     scheduler = make_scheduler(max_model_len=40)
-    with pytest.raises(TooLong, match=r"40 tokens.* 40: shorten") as refused:
+    with pytest.raises(RequestRejected, match=r"40 tokens.* 40: shorten") as refused:
         scheduler.add(make_request("a", [1] * 40))
     assert refused.value.code == "context_length_exceeded"
     assert not scheduler.has_work
@@ -128,7 +128,7 @@ def test_prompt_over_the_context_is_refused_with_both_numbers() -> None:
 
 def test_prompt_over_the_whole_cache_is_refused_with_both_numbers() -> None:
     scheduler = make_scheduler(num_blocks=4, block_tokens=4)
-    with pytest.raises(TooLong, match=r"16 tokens .* holds 16") as refused:
+    with pytest.raises(RequestRejected, match=r"16 tokens .* holds 16") as refused:
         scheduler.add(make_request("a", [1] * 16))
     assert refused.value.code == "too_large"
 
@@ -137,7 +137,7 @@ def test_full_queue_refuses_one_more_until_one_is_admitted() -> None:
     scheduler = make_scheduler(max_num_queued_reqs=2)
     scheduler.add(make_request("a", [1], n=3))
     scheduler.add(make_request("b", [1]))
-    with pytest.raises(QueueFull, match="2 requests wait already and the queue holds 2"):
+    with pytest.raises(RequestRejected, match="2 requests wait already and the queue holds 2"):
         scheduler.add(make_request("c", [1]))
     scheduler.cancel("a")
     scheduler.add(make_request("c", [1]))

@@ -22,7 +22,8 @@ from whalepod.server.errors import StartupError
 from whalepod.tools.table import format_table
 
 if TYPE_CHECKING:
-    from whalepod.server.messages import SequenceOutput, Submit
+    from whalepod.scheduler.plan import SequenceOutput
+    from whalepod.server.messages import Submit
 
 _LEAST_TOKEN, _MOST_TOKEN = 3, 250
 """Prompts are random ids; every model knows these."""
