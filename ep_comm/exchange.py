@@ -124,31 +124,3 @@ class Exchange:
         words = self._regions.words
         ranks = range(self._group.num_ranks)
         return [Expected(rank, words.word(self._place(rank)), rank) for rank in ranks]
-
-
-class WaitMatrix:
-    """Who waits for whom: element [i, j] is how long rank i has waited for rank j, in ms.
-
-    The column of a slow rank stands out, and its own row is short.
-    """
-
-    def __init__(self, group: Group, regions: ExchangeRegions) -> None:
-        self._group = group
-        self._exchange = Exchange(group, regions, "wait matrix")
-
-    @staticmethod
-    def carve(heap: HeapLayout, name: str = "waits") -> ExchangeRegions:
-        """Reserve what the matrix needs."""
-        return carve(heap, 8 * heap.num_ranks, name)
-
-    def gather(self, timeout_ms: float) -> tuple[Tensor, CallStatus]:
-        """Return the matrix since the start, f64 `[R, R]`; NaN rows are of missing ranks.
-
-        All ranks call it at the same step.
-        """
-        deadline_ms = self._group.deadline(timeout_ms)
-        rows, status = self._exchange.gather(self._group.wait_ms_R.clone(), deadline_ms)
-        matrix_RR = torch.full((self._group.num_ranks,) * 2, torch.nan, dtype=torch.float64)
-        for rank, row_R in rows.items():
-            matrix_RR[rank] = row_R
-        return matrix_RR, status

@@ -122,12 +122,3 @@ def carve(
             f"{name}.staging", staging_bytes([max(dispatch_bytes, combine_bytes)] * ranks)
         ),
     )
-
-
-def size_hint(config: LowLatencyConfig) -> int:
-    """Return the bytes that a rank needs: its heap, and the two sets of outputs."""
-    heap = HeapLayout(config.num_ranks)
-    carve(heap, config)
-    row_bytes = config.hidden * config.dispatch_format.torch_dtype.itemsize
-    row_bytes += config.dispatch_format.num_scales * config.dispatch_format.scale_dtype.itemsize
-    return heap.num_bytes + NUM_SETS * config.num_output_rows * (row_bytes + 4)

@@ -116,10 +116,3 @@ def carve(
         reduced=lane("reduced", ranks, back),
         staging=heap.take(f"{name}.staging", staging_bytes([block_bytes] * ranks)),
     )
-
-
-def size_hint(config: ThroughputConfig) -> int:
-    """Return the bytes of a rank's heap. Results are allocated per call, at their size."""
-    heap = HeapLayout(config.num_ranks)
-    carve(heap, config)
-    return heap.num_bytes

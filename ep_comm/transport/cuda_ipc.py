@@ -65,12 +65,6 @@ class CudaIpcTransport(DeviceTransport):
             self._stream.ptr,
         )
 
-    def put_signal_nbi(
-        self, offset: int, source: Tensor, signal_offset: int, value: int, rank: int
-    ) -> None:
-        self.put_nbi(offset, source, rank)
-        self.signal_op(signal_offset, value, rank)
-
     def signal_op(self, signal_offset: int, value: int, rank: int) -> None:
         self._set_word(self._heaps[rank] + signal_offset, value)
 

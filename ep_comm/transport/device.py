@@ -77,11 +77,6 @@ class DeviceTransport(ABC):
     def put_nbi(self, offset: int, source: Tensor, rank: int) -> None: ...
 
     @abstractmethod
-    def put_signal_nbi(
-        self, offset: int, source: Tensor, signal_offset: int, value: int, rank: int
-    ) -> None: ...
-
-    @abstractmethod
     def signal_op(self, signal_offset: int, value: int, rank: int) -> None: ...
 
     @abstractmethod

@@ -2,8 +2,8 @@
 
 x86 delivers stores in their order, so tests over shared memory cannot see a missing fence. Here
 puts are cut in pieces and wait in a queue; what is due is delivered in random order, and only a
-fence, the signal of its own `put_signal_nbi` or `quiet` holds anything back. The bytes of a put are
-read when it is delivered, so a source that changes before `quiet` shows too.
+fence or `quiet` holds anything back. The bytes of a put are read when it is delivered, so a source
+that changes before `quiet` shows too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class _Operation:
     generation: int
     source: Tensor | None = None
     value: int = 0
-    waits_for: tuple[_Operation, ...] = ()
 
 
 class FaultyTransport:
@@ -97,16 +96,9 @@ class FaultyTransport:
         self._count_operation()
         self._queue_put(offset, source, rank)
 
-    def put_signal_nbi(
-        self, offset: int, source: Tensor, signal_offset: int, value: int, rank: int
-    ) -> None:
-        self._count_operation()
-        pieces = self._queue_put(offset, source, rank)
-        self._queue_signal(signal_offset, value, rank, pieces)
-
     def signal_op(self, signal_offset: int, value: int, rank: int) -> None:
         self._count_operation()
-        self._queue_signal(signal_offset, value, rank, ())
+        self._queue_signal(signal_offset, value, rank)
 
     def signal_fetch(self, signal_offset: int) -> int:
         return self._inner.signal_fetch(signal_offset)
@@ -153,23 +145,18 @@ class FaultyTransport:
             self._pending.clear()
             raise RankDropped(f"rank {self.rank} dies after {limit} operations")
 
-    def _queue_put(self, offset: int, source: Tensor, rank: int) -> tuple[_Operation, ...]:
-        pieces = []
+    def _queue_put(self, offset: int, source: Tensor, rank: int) -> None:
         start = 0
         while start < source.numel():
             end = start + self._random.randint(1, self._plan.max_piece_bytes)
             piece = self._operation(rank, offset + start, self._plan.max_delay)
             piece.source = source[start:end]
-            pieces.append(piece)
+            self._pending.append(piece)
             start = end
-        self._pending.extend(pieces)
-        return tuple(pieces)
 
-    def _queue_signal(
-        self, offset: int, value: int, rank: int, payload: tuple[_Operation, ...]
-    ) -> None:
+    def _queue_signal(self, offset: int, value: int, rank: int) -> None:
         signal = self._operation(rank, offset, self._plan.max_delay // 10)
-        signal.value, signal.waits_for = value, payload
+        signal.value = value
         self._pending.append(signal)
 
     def _operation(self, rank: int, offset: int, max_delay: int) -> _Operation:
@@ -191,13 +178,10 @@ class FaultyTransport:
         for operation in self._pending:
             generation = oldest.get(operation.rank, operation.generation)
             oldest[operation.rank] = min(generation, operation.generation)
-        pending = set(self._pending)
         ready = [
             operation
             for operation in self._pending
-            if operation.due <= self._now
-            and operation.generation == oldest[operation.rank]
-            and not pending.intersection(operation.waits_for)
+            if operation.due <= self._now and operation.generation == oldest[operation.rank]
         ]
         self._random.shuffle(ready)
         for operation in ready:

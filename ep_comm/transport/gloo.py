@@ -123,12 +123,6 @@ class GlooTransport:
             self._send_header(rank, _Kind.PUT, offset, size)
             self._send(rank, source)
 
-    def put_signal_nbi(
-        self, offset: int, source: Tensor, signal_offset: int, value: int, rank: int
-    ) -> None:
-        self.put_nbi(offset, source, rank)
-        self.signal_op(signal_offset, value, rank)
-
     def signal_op(self, signal_offset: int, value: int, rank: int) -> None:
         if rank == self.rank:
             self._set_word(signal_offset, value)

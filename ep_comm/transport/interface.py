@@ -2,9 +2,9 @@
 
 Semantics are NVSHMEM's. Every rank has a byte heap of one size; an offset means the same place on
 all of them. A put is *not* ordered with anything that follows, except: a `fence(rank)` orders what
-was sent to that rank before it with what is sent to it after; `put_signal_nbi` delivers its own
-payload before its own signal; `quiet` completes everything. The source of a put must not change
-before `quiet`. Deadlines are instants of the transport's own clock, `now_ms()`.
+was sent to that rank before it with what is sent to it after; `quiet` completes everything. The
+source of a put must not change before `quiet`. Deadlines are instants of the transport's own clock,
+`now_ms()`.
 """
 
 from __future__ import annotations
@@ -91,12 +91,6 @@ class Transport(Protocol):
 
     def put_nbi(self, offset: int, source: Tensor, rank: int) -> None:
         """Begin to copy `source` (uint8, contiguous) to `offset` of a rank's heap."""
-        ...
-
-    def put_signal_nbi(
-        self, offset: int, source: Tensor, signal_offset: int, value: int, rank: int
-    ) -> None:
-        """Begin a put and, when all of it has arrived, set a signal word of that rank."""
         ...
 
     def signal_op(self, signal_offset: int, value: int, rank: int) -> None:

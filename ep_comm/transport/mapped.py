@@ -53,12 +53,6 @@ class MappedHeaps(ABC):
     def put_nbi(self, offset: int, source: Tensor, rank: int) -> None:
         self._heaps[rank][offset : offset + source.numel()] = source
 
-    def put_signal_nbi(
-        self, offset: int, source: Tensor, signal_offset: int, value: int, rank: int
-    ) -> None:
-        self.put_nbi(offset, source, rank)
-        self.signal_op(signal_offset, value, rank)
-
     def signal_op(self, signal_offset: int, value: int, rank: int) -> None:
         self._words[rank][signal_offset // 8] = value
 

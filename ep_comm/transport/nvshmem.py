@@ -28,7 +28,6 @@ CALLS = (
     "calloc",
     "free",
     "putmem_nbi_on_stream",
-    "putmem_signal_nbi_on_stream",
     "signal_op_on_stream",
     "quiet_on_stream",
 )
@@ -118,20 +117,6 @@ class NvshmemTransport(DeviceTransport):
             return
         self._bindings.putmem_nbi_on_stream(
             self._address + offset, self._keep(source), source.numel(), rank, self._stream.ptr
-        )
-
-    def put_signal_nbi(
-        self, offset: int, source: Tensor, signal_offset: int, value: int, rank: int
-    ) -> None:
-        self._bindings.putmem_signal_nbi_on_stream(
-            self._address + offset,
-            self._keep(source),
-            source.numel(),
-            self._address + signal_offset,
-            value,
-            SIGNAL_SET,
-            rank,
-            self._stream.ptr,
         )
 
     def signal_op(self, signal_offset: int, value: int, rank: int) -> None:

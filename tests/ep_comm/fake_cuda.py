@@ -197,26 +197,6 @@ class FakeBindings:
         copy = lambda: ctypes.memmove(target, source, bytes) and None  # noqa: E731
         self._stream.append(lambda: self._puts.append(copy))
 
-    def putmem_signal_nbi_on_stream(
-        self,
-        dest: int,
-        source: int,
-        bytes: int,
-        sig_addr: int,
-        signal: int,
-        sig_op: int,
-        pe: int,
-        cstrm: int,
-    ) -> None:
-        target, word = self._remote(dest, pe, cstrm), self._remote(sig_addr, pe, cstrm)
-        assert sig_op == 9
-
-        def put() -> None:
-            ctypes.memmove(target, source, bytes)
-            _set_word(word, signal)
-
-        self._stream.append(lambda: self._puts.append(put))
-
     def signal_op_on_stream(
         self, sig_addr: int, signal: int, sig_op: int, pe: int, cstrm: int
     ) -> None:

@@ -28,7 +28,6 @@ from whalepod.ep_comm.modes.throughput_config import (
     ThroughputConfig,
     ThroughputRegions,
     carve,
-    size_hint,
 )
 from whalepod.ep_comm.modes.throughput_rows import Received, expand
 from whalepod.ep_comm.rows import quantize_rows, raw, weighted_sum
@@ -357,9 +356,3 @@ def test_input_that_does_not_fit_is_refused() -> None:
             mode.dispatch(torch.zeros(12, 8), ids_TK, weights_TK, TIMEOUT_MS)
 
     run_loopback(heap, program)
-
-
-def test_the_size_hint_is_the_heap() -> None:
-    config = make_config(4, 2)
-    heap, _ = make_heap(config)
-    assert size_hint(config) == heap.num_bytes

@@ -57,24 +57,6 @@ def test_data_before_a_fence_is_there_when_the_signal_is(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_a_put_with_signal_carries_its_own_payload(name: str, tmp_path: Path) -> None:
-    heap = HeapLayout(NUM_RANKS)
-    data, words = heap.take("data", 4096), heap.take_signals("words", 1)
-
-    def program(transport: Transport) -> None:
-        source = torch.arange(4096, dtype=torch.int32).to(torch.uint8)
-        if transport.rank == 0:
-            transport.put_signal_nbi(data.offset, source, words.word(0), 3, 1)
-        elif transport.rank == 1:
-            deadline_ms = transport.now_ms() + REAL_TIMEOUT_MS
-            assert transport.signal_wait(words.word(0), 3, deadline_ms).arrived
-            assert bool((data.view(transport.heap) == source).all())
-        assert transport.barrier(transport.now_ms() + REAL_TIMEOUT_MS) == ()
-
-    RUNNERS[name](heap, program, tmp_path)
-
-
-@pytest.mark.parametrize("name", RUNNERS)
 def test_barriers_hold_until_all_have_come_and_name_who_has_not(name: str, tmp_path: Path) -> None:
     heap = HeapLayout(NUM_RANKS)
     came: list[int] = []
