@@ -18,9 +18,9 @@ serve: install
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev,cuda]'
 	@touch $@
 
-# a worker more than cores: tests of several processes, all on one (tests/conftest.py), mostly wait
+# a worker more than cores: tests of several processes, all on one (tests/workers.py), mostly wait
 CORES := $(shell getconf _NPROCESSORS_ONLN 2> /dev/null || echo 2)
-IN_PARALLEL := -n $(shell echo $$(($(CORES) < 8 ? $(CORES) + 1 : 8))) --dist loadgroup --no-loadscope-reorder
+IN_PARALLEL := -n $(shell echo $$(($(CORES) < 8 ? $(CORES) + 1 : 8))) --dist loadfile --no-loadscope-reorder
 test: install .venv/.cuda
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m 'not long' $(ARGS)
 
