@@ -1,1 +1,1 @@
-"""The gateway process: HTTP in front, engines behind."""
+"""The gateway process: HTTP on one side, an engine on the other."""

@@ -57,7 +57,7 @@ async def abort(request: Request, body: AbortRequest) -> dict[str, object]:
 
 @router.post("/drain")
 async def drain(request: Request) -> dict[str, object]:
-    """Take no new requests (503, also from /ready) until `/resume`; those that run go on."""
+    """Take no new requests (503, also from /ready) until `/resume`; running ones go on."""
     return _set_draining(request, True)
 
 

@@ -175,7 +175,7 @@ def _stop(reason: str, stop_reason: str | int | None) -> dict[str, object]:
 
 
 def _usage(usage: UsageReady) -> dict[str, object]:
-    """Return Anthropic's `usage`: its input tokens are those that were not in the cache."""
+    """Return Anthropic's `usage`: its input tokens were not in the cache."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

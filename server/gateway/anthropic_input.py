@@ -220,7 +220,7 @@ def prompt_fields(request: CountTokensRequest) -> dict[str, Any]:
 
 
 def _tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return the tools that the client fulfils; those that Anthropic runs are ignored."""
+    """Return the tools that the client fulfils; tools that Anthropic runs are ignored."""
     if tools is None:
         return None
     if len(tools) > MAX_NUM_TOOLS:

@@ -21,7 +21,7 @@ from whalepod.server.errors import EngineLost
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that left; nobody reads it."""
+"""nginx's status for a client that left, for logs only."""
 
 STATUS_OF_CODE: dict[str, int] = {
     "invalid_api_key": HTTPStatus.UNAUTHORIZED,

@@ -22,7 +22,7 @@ _KEY = re.compile(r"[\x21-\x7e]+")
 
 
 def read_keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:
-    """Return the keys that were given and those of a file, one a line; `#` begins a comment.
+    """Return the given keys and the keys of a file, one a line; `#` begins a comment.
 
     Raises StartupError, which names no key, for a file that cannot be read or holds none, and for
     a key that no header can carry.

@@ -1,4 +1,4 @@
-"""`/cluster`: facts, counters and gauges of everything behind this gateway, as one JSON object.
+"""`/cluster`: facts, counters and gauges of the engine and its ranks, as one JSON object.
 
 Counters run since the start and never fall; a reader keeps the history and takes differences.
 """
@@ -16,7 +16,7 @@ from whalepod.server.gateway.gateway import Gateway
 from whalepod.server.gateway.metrics import Metrics
 
 
-def board(gateway: Gateway) -> dict[str, object]:
+def cluster_status(gateway: Gateway) -> dict[str, object]:
     """Describe the model, the engine's counters, latencies, speculation, ranks and experts.
 
     `time_s` is a monotonic clock: the difference of two answers' values is the time between them.

@@ -108,7 +108,7 @@ class CompletionEncoder:
     def _token_ids(
         self, index: int, token_ids: Sequence[int], *, is_first: bool
     ) -> dict[str, object]:
-        """Return the new ids; the first time for a choice also those of its prompt."""
+        """Return the new ids; the first time for a choice the ids of its prompt, too."""
         if not self._options.return_token_ids:
             return {}
         fields: dict[str, object] = {"token_ids": list(token_ids)}

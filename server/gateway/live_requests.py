@@ -1,4 +1,4 @@
-"""The requests that are being answered: who may end them, until when, what a drain waits for."""
+"""The requests that are being answered: deadlines, aborts, and what a drain waits for."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class LiveRequests:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            pass  # those that are left are told so
+            pass  # the requests that are left are told so
         left = list(self._live)
         for live in left:
             live.interrupt(ApiError("draining", "the server stopped before the answer was whole"))

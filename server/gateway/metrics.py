@@ -113,7 +113,7 @@ def _counters(stats: Stats) -> dict[str, tuple[str, float]]:
 
 
 def _rank_series(ranks: Mapping[int, Stats]) -> Iterator[Metric]:
-    """Yield gauges of the ranks that serve a model together, and who waits for whom.
+    """Yield gauges of the ranks that serve a model together, and their waits for each other.
 
     Token counters are published once, by the engine's series, which are sums over the ranks.
     """

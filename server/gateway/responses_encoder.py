@@ -140,7 +140,7 @@ def _item(
 
 
 WireEvent: TypeAlias = tuple[str, dict[str, object]]
-"""The type of an event behind `response.`, and its other fields."""
+"""The type of an event after `response.`, and its other fields."""
 
 _DELTA_NAMES = {
     "reasoning": "reasoning_text",
@@ -164,9 +164,9 @@ class ResponsesEncoder:
         keep: Callable[[dict[str, object]], None],
         write_logprobs: LogprobsWriter | None = None,
     ) -> None:
-        """`write_logprobs` turns log-probabilities into JSON; None when nobody asked for them.
+        """`write_logprobs` turns log-probabilities into JSON; None when the request did not ask.
 
-        They are those of all tokens of the answer, markup and reasoning included.
+        All tokens of the answer have one, markup and reasoning included.
         """
         self._fields = fields
         self._ids = ids

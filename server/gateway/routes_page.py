@@ -14,7 +14,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 
 from whalepod.server.gateway.api_errors import ApiError
-from whalepod.server.gateway.cluster_status import board
+from whalepod.server.gateway.cluster_status import cluster_status
 from whalepod.server.gateway.gateway import gateway_of
 
 FOLDER = Path(__file__).parent / "static" / "page"
@@ -89,8 +89,8 @@ async def page_file(request: Request, name: str) -> Response:
 
 @router.get("/cluster")
 async def cluster(request: Request) -> dict[str, object]:
-    """Return facts and counters of the model and its engine: what the page's board shows."""
-    return board(gateway_of(request))
+    """Return facts and counters of the model and its engine: what the page shows."""
+    return cluster_status(gateway_of(request))
 
 
 def _answer(request: Request, file: PageFile) -> Response:

@@ -83,8 +83,8 @@ class GrammarChecker:
     async def _judge(self, key: tuple[str, str], constraint: Constraint) -> None:
         """Add the verdict on a grammar; others wait until the worker has judged this one.
 
-        Who leaves while the worker judges, or starts, does not end it: the verdict is remembered,
-        and others need the worker.
+        A caller that is cancelled while the worker judges, or starts, does not end it: the verdict
+        is remembered, and others need the worker.
         """
         if self._num_waiting >= MAX_WAITING:
             raise CompilerUnavailableError(f"{self._num_waiting} grammars wait to be checked")
@@ -104,11 +104,11 @@ class GrammarChecker:
         return self._verdicts[key]
 
     def _asked(self, task: asyncio.Task[str | None]) -> None:
-        """Let the next one ask; whoever still waits hears of an error."""
+        """Let the next one ask; a caller that still waits hears of an error."""
         self._asking = None
         self._lock.release()
         if not task.cancelled():
-            task.exception()  # nobody may wait any more
+            task.exception()  # its callers may have left
 
     async def _ask(self, constraint: Constraint) -> str | None:
         process = await self._worker()
@@ -137,7 +137,7 @@ class GrammarChecker:
 
     async def _worker(self) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is not None:
-            await self._end_worker()  # somebody ended it while it was idle
+            await self._end_worker()  # it was killed while it was idle
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,

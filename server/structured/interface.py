@@ -26,7 +26,7 @@ class Matcher(Protocol):
         ...
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may come next, `[V]`: after the end, only those that end a text.
+        """Return which tokens may come next, `[V]`: after the end, only tokens that end a text.
 
         Raises GrammarError when the library gives up on the grammar.
         """

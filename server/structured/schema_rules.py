@@ -15,7 +15,7 @@ import orjson
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaRule:
-    """A rule whose texts are those that fulfil a JSON schema."""
+    """A rule that stands for all texts that fulfil a JSON schema."""
 
     name: str
     schema: Mapping[str, Any]

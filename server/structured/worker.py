@@ -1,7 +1,8 @@
 """A process that compiles grammars to see whether they can be: `python -m ...worker`.
 
 A line of JSON comes in, a line of JSON goes out. First the vocabulary, answered by {}; then one
-constraint at a time, answered by {"error": null or text}. Whoever waits too long kills it.
+constraint at a time, answered by {"error": null or text}. The checker kills it if it takes too
+long.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
 MAX_CPU_S = 2
 """Of one grammar, counted in whole seconds: wall time says little on a busy machine."""
 MAX_MEMORY_BYTES = 2 * 1024**3
-"""Of addresses, beside what the library has taken when it is loaded."""
+"""Of addresses, on top of what the loaded library has taken."""
 
 
 def check(compiler: Compiler, constraint: Constraint) -> str | None:

@@ -95,11 +95,11 @@ class Family:
     markers: tuple[str, ...]
     """Markup that must reach the parser, be it made of special tokens or not."""
     reasoning_start: str | None
-    """The marker behind which the reasoning begins, unless the prompt holds it already."""
+    """The marker that begins the reasoning, unless the prompt holds it already."""
     reasoning_end: str | None
-    """The marker behind which the answer begins; None: the family does not reason."""
+    """The marker that ends the reasoning; None: the family does not reason."""
     call_openers: tuple[str, ...]
-    """The marker that opens a block of calls, then those that open a call without a block."""
+    """The marker that opens a block of calls, then markers that open a call without a block."""
     recognises: Callable[[str], bool]
     """Whether a chat template (its text) is this family's."""
     start: Callable[[str], Start]
