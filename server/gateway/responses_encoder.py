@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from whalepod.scheduler.params import SamplingParams
-from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.api_errors import ApiError
 from whalepod.server.gateway.blocks import (
     Block,
@@ -29,115 +28,13 @@ from whalepod.server.gateway.events import (
     UsageReady,
 )
 from whalepod.server.gateway.response_store import Ids
-from whalepod.server.gateway.responses_input import ResponsesRequest, TextFormat, functions_of
-
-
-def response_fields(
-    request: ResponsesRequest, ids: Ids, model: str, params: SamplingParams
-) -> dict[str, object]:
-    """Return the fields of a response that do not change while it is made."""
-    return {
-        "id": ids.response,
-        "object": "response",
-        "created_at": int(time.time()),
-        "background": False,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
-        "metadata": request.metadata or {},
-        "model": model,
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": _reasoning(request),
-        "safety_identifier": request.safety_identifier,
-        "service_tier": "default",
-        "store": request.store is not False,
-        "temperature": params.temperature,
-        "text": _text(request),
-        "tool_choice": request.tool_choice or "auto",
-        "tools": _tools(request),
-        "top_logprobs": request.top_logprobs or 0,
-        "top_p": params.top_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "truncation": "disabled",  # also when asked for: an input that is too long is refused
-        "user": request.user,
-    }
-
-
-def _reasoning(request: ResponsesRequest) -> dict[str, object]:
-    asked = request.reasoning
-    return {"effort": asked and asked.effort, "summary": asked and asked.summary}
-
-
-def _text(request: ResponsesRequest) -> dict[str, object]:
-    text = request.text
-    form = text.format if text and text.format else TextFormat(type="text")
-    fields: dict[str, object] = {"type": form.type}
-    if form.type == "json_schema":
-        fields |= {"name": form.name or "answer", "description": form.description}
-        fields |= {"schema": form.schema_, "strict": form.strict is not False}
-    return {"format": fields, "verbosity": (text and text.verbosity) or "medium"}
-
-
-def _tools(request: ResponsesRequest) -> list[dict[str, object]]:
-    """Return the functions; tools of other types are not there for the model either."""
-    return [
-        {
-            "type": "function",
-            "name": function.name,
-            "description": function.description,
-            "parameters": function.parameters,
-            "strict": function.strict,
-        }
-        for function in functions_of(request).values()
-    ]
-
-
-def usage_fields(usage: UsageReady) -> dict[str, object]:
-    """Return the `usage` object."""
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
-
-
-def part_of(block: Block, text: str, logprobs: Sequence[object] = ()) -> dict[str, object]:
-    """Return the content part of a reasoning or text block."""
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-
-
-def item_of(block: Block, item_id: str, logprobs: Sequence[object] = ()) -> dict[str, object]:
-    """Return the item of a block that has ended."""
-    status = "completed" if block.is_complete else "incomplete"
-    content = [] if block.kind == "call" else [part_of(block, block.text, logprobs)]
-    return _item(block, item_id, status, content, block.text)
-
-
-def started_item(block: Block, item_id: str) -> dict[str, object]:
-    """Return the item of a block that begins."""
-    return _item(block, item_id, "in_progress", [], "")
-
-
-def _item(
-    block: Block, item_id: str, status: str, content: list[dict[str, object]], arguments: str
-) -> dict[str, object]:
-    fields: dict[str, object] = {"id": item_id, "status": status}
-    match block.kind:
-        case "reasoning":
-            return {"type": "reasoning", **fields, "summary": [], "content": content}
-        case "text":
-            return {"type": "message", **fields, "role": "assistant", "content": content}
-        case "call":
-            call = {"call_id": block.call_id, "name": block.name, "arguments": arguments}
-            return {"type": "function_call", **fields, **call}
-
+from whalepod.server.gateway.responses_input import (
+    ReasoningSettings,
+    ResponsesRequest,
+    TextFormat,
+    TextSettings,
+    functions_of,
+)
 
 WireEvent: TypeAlias = tuple[str, dict[str, object]]
 """The type of an event after `response.`, and its other fields."""
@@ -147,6 +44,57 @@ _DELTA_NAMES = {
     "text": "output_text",
     "call": "function_call_arguments",
 }
+_OF_REQUEST = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "user"),
+)
+_OF_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+
+
+def response_fields(
+    request: ResponsesRequest, ids: Ids, model: str, params: SamplingParams
+) -> dict[str, object]:
+    """Return the fields of a response that do not change while it is made."""
+    reasoning = request.reasoning or ReasoningSettings()
+    return {
+        "id": ids.response,
+        "object": "response",
+        "created_at": int(time.time()),
+        "background": False,
+        "metadata": request.metadata or {},
+        "model": model,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "service_tier": "default",
+        "store": request.store is not False,
+        "text": _text(request.text or TextSettings()),
+        "tool_choice": request.tool_choice or "auto",
+        # tools of other types do not exist for the model either
+        "tools": [{"type": "function", **f.model_dump()} for f in functions_of(request).values()],
+        "top_logprobs": request.top_logprobs or 0,
+        "truncation": "disabled",  # also when asked for: an input that is too long is refused
+        **{name: getattr(request, name) for name in _OF_REQUEST},
+        **{name: getattr(params, name) for name in _OF_SAMPLING},
+    }
+
+
+def _text(text: TextSettings) -> dict[str, object]:
+    form = text.format or TextFormat(type="text")
+    fields: dict[str, object] = {"type": form.type}
+    if form.type == "json_schema":
+        fields |= {"name": form.name or "answer", "description": form.description}
+        fields |= {"schema": form.schema_, "strict": form.strict is not False}
+    return {"format": fields, "verbosity": text.verbosity or "medium"}
+
+
+def _usage(usage: UsageReady) -> dict[str, object]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 class ResponsesEncoder:
@@ -206,15 +154,32 @@ class ResponsesEncoder:
             "error": error,
             "incomplete_details": incomplete_details,
             "output": [self._item(block) for block in self._choice.blocks],
-            "usage": None if usage is None else usage_fields(usage),
+            "usage": None if usage is None else _usage(usage),
         }
 
-    def _item(self, block: Block) -> dict[str, object]:
-        return item_of(block, self._ids.item(block), self._written(block, self._choice.logprobs))
+    def _item(self, block: Block, *, is_new: bool = False) -> dict[str, object]:
+        """Return the item of a block as far as it has come; a new one has no content yet."""
+        status = "completed" if block.is_complete else "incomplete"
+        fields = {"id": self._ids.item(block), "status": "in_progress" if is_new else status}
+        if block.kind == "call":
+            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            return {"type": "function_call", **fields, **call}
+        content = [] if is_new else [self._part(block, self._written(block))]
+        if block.kind == "reasoning":
+            return {"type": "reasoning", **fields, "summary": [], "content": content}
+        return {"type": "message", **fields, "role": "assistant", "content": content}
 
-    def _written(self, block: Block, logprobs: Sequence[TokenLogprob | None]) -> list[Any]:
-        has_any = self._write_logprobs is not None and block.kind == "text"
-        return self._write_logprobs(logprobs) if self._write_logprobs and has_any else []
+    def _part(self, block: Block, logprobs: list[Any]) -> dict[str, object]:
+        """Return the content part of a reasoning or text block."""
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        text = {"type": "output_text", "text": block.text}
+        return {**text, "annotations": [], "logprobs": logprobs}
+
+    def _written(self, block: Block, start: int = 0) -> list[Any]:
+        """Return the log-probabilities from a position on, for a text if they were asked for."""
+        write = self._write_logprobs if block.kind == "text" else None
+        return write(self._choice.logprobs[start:]) if write else []
 
     # -- stream --------------------------------------------------------------------------------
 
@@ -254,43 +219,34 @@ class ResponsesEncoder:
 
     def _block_events(self, event: BlockEvent) -> Iterator[WireEvent]:
         block = self._choice.add_to_blocks(event)
+        name, is_call = _DELTA_NAMES[block.kind], block.kind == "call"
+        place: dict[str, object] = {"item_id": self._ids.item(block), "output_index": block.index}
+        if not is_call:
+            place["content_index"] = 0
         match event:
             case BlockStarted():
-                yield from self._start_block(block)
+                item = self._item(block, is_new=True)
+                yield "output_item.added", {"output_index": block.index, "item": item}
+                if not is_call:
+                    yield "content_part.added", {**place, "part": self._part(block, [])}
             case BlockGrew():
-                yield from self._grow_block(block, event.text)
+                fields = {**place, "delta": event.text}
+                if block.kind == "text":
+                    fields["logprobs"] = self._written(block, self._num_sent_logprobs)
+                    self._num_sent_logprobs = len(self._choice.logprobs)
+                yield f"{name}.delta", fields
             case BlockEnded():
-                yield from self._end_block(block)
+                yield f"{name}.done", {**place, **self._whole(block)}
+                if not is_call:
+                    part = self._part(block, self._written(block))
+                    yield "content_part.done", {**place, "part": part}
+                yield "output_item.done", {"output_index": block.index, "item": self._item(block)}
 
-    def _start_block(self, block: Block) -> Iterator[WireEvent]:
-        item = started_item(block, self._ids.item(block))
-        yield "output_item.added", {"output_index": block.index, "item": item}
-        if block.kind != "call":
-            yield "content_part.added", {**self._place(block), "part": part_of(block, "")}
-
-    def _grow_block(self, block: Block, text: str) -> Iterator[WireEvent]:
-        fields = {**self._place(block), "delta": text}
-        if block.kind == "text":
-            new = self._choice.logprobs[self._num_sent_logprobs :]
-            self._num_sent_logprobs = len(self._choice.logprobs)
-            fields["logprobs"] = self._written(block, new)
-        yield f"{_DELTA_NAMES[block.kind]}.delta", fields
-
-    def _end_block(self, block: Block) -> Iterator[WireEvent]:
-        place, logprobs = self._place(block), self._written(block, self._choice.logprobs)
-        done = f"{_DELTA_NAMES[block.kind]}.done"
+    def _whole(self, block: Block) -> dict[str, object]:
         match block.kind:
             case "call":
-                yield done, {**place, "name": block.name, "arguments": block.text}
+                return {"name": block.name, "arguments": block.text}
             case "reasoning":
-                yield done, {**place, "text": block.text}
+                return {"text": block.text}
             case "text":
-                yield done, {**place, "text": block.text, "logprobs": logprobs}
-        if block.kind != "call":
-            part = part_of(block, block.text, logprobs)
-            yield "content_part.done", {**place, "part": part}
-        yield "output_item.done", {"output_index": block.index, "item": self._item(block)}
-
-    def _place(self, block: Block) -> dict[str, object]:
-        place: dict[str, object] = {"item_id": self._ids.item(block), "output_index": block.index}
-        return place if block.kind == "call" else {**place, "content_index": 0}
+                return {"text": block.text, "logprobs": self._written(block)}
