@@ -83,18 +83,15 @@ class AnthropicEncoder:
                 self._stop = _stop(event.reason, event.stop_reason)
                 return self._block_frames(event.blocks)
             case UsageReady():
-                usage = _usage(event)
-                return _frame("message_delta", delta=self._stop, usage=usage) + _frame(
-                    "message_stop"
-                )
+                end = _frame("message_delta", delta=self._stop, usage=_usage(event))
+                return end + _frame("message_stop")
             case Failed():
                 return named_frame("error", event.error.anthropic_body())
 
     def _start(self, cached_tokens: int) -> bytes:
+        num_tokens = self._num_prompt_tokens
         usage = UsageReady(
-            prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=0,
-            cached_tokens=cached_tokens,
+            prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=cached_tokens
         )
         start: dict[str, object] = {"content": [], **_NO_STOP, "usage": _usage(usage)}
         return _frame("message_start", message={**self._message, **start})
@@ -106,7 +103,8 @@ class AnthropicEncoder:
         block = self._choice.add_to_blocks(event)
         match event:
             case BlockStarted():
-                content = _started(block)
+                unsigned = {"signature": ""} if block.kind == "reasoning" else {}
+                content = self._content_block(block) | unsigned
                 yield _frame("content_block_start", index=block.index, content_block=content)
             case BlockGrew(text=text):
                 if block.kind != "reasoning" or self._shows_thinking:
@@ -124,16 +122,6 @@ def _frame(kind: str, **fields: object) -> bytes:
 
 def _delta(block: Block, delta: dict[str, object]) -> bytes:
     return _frame("content_block_delta", index=block.index, delta=delta)
-
-
-def _started(block: Block) -> dict[str, object]:
-    match block.kind:
-        case "text":
-            return {"type": "text", "text": "", "citations": None}
-        case "reasoning":
-            return {"type": "thinking", "thinking": "", "signature": ""}
-        case "call":
-            return {**_tool_use(block), "input": {}}
 
 
 def _piece(block: Block, text: str) -> dict[str, object]:

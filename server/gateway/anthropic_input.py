@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Annotated, Any, Final, Literal
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, Field
 
-from whalepod.server.gateway.api_errors import FieldNames, field_names, invalid
+from whalepod.server.gateway.api_errors import FieldNames, field_names, format_path, invalid
 from whalepod.server.gateway.body import validate
 from whalepod.server.gateway.limits import (
     MAX_NUM_MESSAGES,
@@ -277,7 +278,7 @@ def _read_block(block: dict[str, Any], role: str, path: tuple[str | int, ...]) -
     kind = block.get("type")
     schemas = BLOCK_SCHEMAS[role]
     if not isinstance(kind, str) or kind not in schemas:
-        where = f"{path[0]}[{path[1]}].{path[2]}[{path[3]}]"
+        where = format_path(path)
         known = ", ".join(schemas)
         message = f"{str(kind)[:40]} blocks are not supported here, only {known}"
         raise invalid(f"{where}.type", f"{where}.type: {message}")
@@ -313,30 +314,18 @@ def _assistant_message(blocks: Sequence[BaseModel]) -> dict[str, Any]:
 
 def _other_messages(message: AnthropicMessage, blocks: Sequence[BaseModel]) -> list[dict[str, Any]]:
     """Return a user's or system's message: results of tools and instructions stand alone."""
-    messages: list[dict[str, Any]] = []
-    texts: list[BaseModel] = []
-
-    def flush() -> None:
-        if texts:
-            messages.append({"role": message.role, "content": _joined(texts)})
-            texts.clear()
-
-    for block in blocks:
-        match block:
-            case ToolResultBlock():
-                flush()
-                result = {"tool_call_id": block.tool_use_id, "content": block.content}
-                messages.append({"role": "tool", **result})
-            case SystemBlock():
-                flush()
+    messages = []
+    for kind, group in groupby(blocks, type):
+        if kind is TextBlock:
+            messages.append({"role": message.role, "content": _joined(group)})
+        for block in group:
+            if isinstance(block, ToolResultBlock):
+                call = {"tool_call_id": block.tool_use_id}
+                messages.append({"role": "tool", **call, "content": block.content})
+            elif isinstance(block, SystemBlock):
                 messages.append({"role": "system", "content": block.content})
-            case _:
-                texts.append(block)
-    if not blocks:
-        messages.append({"role": message.role, "content": ""})
-    flush()
-    return messages
+    return messages or [{"role": message.role, "content": ""}]
 
 
-def _joined(blocks: Sequence[BaseModel]) -> str:
+def _joined(blocks: Iterable[BaseModel]) -> str:
     return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
