@@ -314,17 +314,20 @@ def _assistant_message(blocks: Sequence[BaseModel]) -> dict[str, Any]:
 
 def _other_messages(message: AnthropicMessage, blocks: Sequence[BaseModel]) -> list[dict[str, Any]]:
     """Return a user's or system's message: results of tools and instructions stand alone."""
-    messages = []
-    for kind, group in groupby(blocks, type):
-        if kind is TextBlock:
+    messages: list[dict[str, Any]] = []
+    for is_text, group in groupby(blocks, lambda block: isinstance(block, TextBlock)):
+        if is_text:
             messages.append({"role": message.role, "content": _joined(group)})
-        for block in group:
-            if isinstance(block, ToolResultBlock):
-                call = {"tool_call_id": block.tool_use_id}
-                messages.append({"role": "tool", **call, "content": block.content})
-            elif isinstance(block, SystemBlock):
-                messages.append({"role": "system", "content": block.content})
+        else:
+            messages += map(_lone_message, group)
     return messages or [{"role": message.role, "content": ""}]
+
+
+def _lone_message(block: BaseModel) -> dict[str, Any]:
+    if isinstance(block, ToolResultBlock):
+        return {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content}
+    assert isinstance(block, SystemBlock), type(block)
+    return {"role": "system", "content": block.content}
 
 
 def _joined(blocks: Iterable[BaseModel]) -> str:
