@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,50 +41,28 @@ class EngineProcess:
         start_timeout_s: float = START_TIMEOUT_S,
         stop_grace_s: float = STOP_GRACE_S,
         module: str = ENGINE_MODULE,
-        name: str = "the engine",
-        payload: bytes | None = None,
-        pass_fds: Sequence[int] = (),
-        shared_folder: Path | None = None,
     ) -> None:
-        """name: in messages for people; payload: what it reads on stdin, None: its configuration;
-        pass_fds: descriptors that it inherits; shared_folder: what it removes with its own if its
-        launcher is killed."""
-        self._shared_folder = shared_folder
-        self._name = name
-        self._payload = encode_value(config) if payload is None else payload
-        self._pass_fds = tuple(pass_fds)
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._module = module
-        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self.start()
-        self.wait_until_ready()
+        with ExitStack() as stack:
+            folder = tempfile.mkdtemp(prefix="whalepod-")  # 0700
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            self._socket = EngineSocket("the engine")
+            stack.callback(self._socket.close)
+            self._process = spawn(
+                self._module,
+                self._socket.bind(f"ipc://{folder}/engine"),
+                encode_value(self._config),
+                num_threads=self._config.device.num_threads,
+            )
+            stack.callback(end, self._process, self._stop_grace_s)
+            self._socket.wait_for_info(self._start_timeout_s, self.exit_reason)
+            self._stack = stack.pop_all()
         return self
-
-    def start(self) -> None:
-        """Start the process; `wait_until_ready` is to follow, `stop` ends it."""
-        self._folder = tempfile.mkdtemp(prefix="whalepod-")  # 0700
-        self._socket = EngineSocket(self._name)
-        try:
-            self._process = self._spawn(self._socket.bind(f"ipc://{self._folder}/engine"))
-        except BaseException:
-            self.stop()
-            raise
-
-    def wait_until_ready(self, why_stop: Callable[[], str | None] = lambda: None) -> None:
-        """Return when the engine can serve. Raises StartupError, and leaves nothing behind.
-
-        why_stop  says why it is of no use to wait any longer; None: it is
-        """
-        assert self._process is not None, "the engine was not started"
-        try:
-            self._socket.wait_for_info(self._start_timeout_s, self.exit_reason, why_stop)
-        except BaseException:
-            self.stop()
-            raise
 
     def __exit__(
         self,
@@ -91,7 +70,10 @@ class EngineProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
+        self._stack.close()
+
+    is_told_to_stop = False
+    """Only another machine of a group could ask for it."""
 
     @property
     def info(self) -> EngineInfo:
@@ -100,7 +82,6 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "the engine was not started"
         return self._process.pid
 
     def channel(self) -> EngineChannel:
@@ -108,41 +89,9 @@ class EngineProcess:
         return self._socket.channel(self.exit_reason)
 
     def exit_reason(self) -> str | None:
-        """Say how the process ended; None while it lives."""
-        code = self._process.poll() if self._process is not None else None
-        return None if code is None else f"{self._name} process {describe_exit(code)}"
-
-    def startup_error(self) -> str | None:
-        """Return why the engine could not start, if it has said so."""
-        return self._socket.startup_error()
-
-    def terminate(self) -> None:
-        """Ask the process to end; `stop` waits for it."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-
-    def kill(self) -> None:
-        """End the process at once, whatever it does, and wait until it is gone."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def stop(self) -> None:
-        """End the process (SIGTERM, after a grace SIGKILL) and remove the folder."""
-        if self._process is not None:
-            end(self._process, self._stop_grace_s)
-        self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _spawn(self, address: str) -> subprocess.Popen[bytes]:
-        return spawn(
-            self._module,
-            address,
-            self._payload,
-            num_threads=self._config.device.num_threads,
-            pass_fds=self._pass_fds,
-            shared_folder=self._shared_folder,
-        )
+        """Return how the process ended; None while it lives."""
+        code = self._process.poll()
+        return None if code is None else f"the engine process {describe_exit(code)}"
 
 
 def spawn(
@@ -171,7 +120,7 @@ def spawn(
         with process.stdin:
             process.stdin.write(payload)
     except BrokenPipeError:
-        pass  # it died at once: whoever waits for it says how
+        pass  # it died at once: its exit code tells how
     return process
 
 
@@ -188,7 +137,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process ended."""
+    """Return how a process ended, for people."""
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
@@ -198,7 +147,7 @@ def _environment(num_threads: int) -> dict[str, str]:
     """Return the environment of an engine: the caller's modules, and its own thread pools.
 
     The pools read their sizes when they are imported, so they are set before the process starts.
-    Threads that wait sleep instead of spinning: the gateway, and whoever else shares the cores,
+    Threads that wait sleep instead of spinning: the gateway, and all else that shares the cores,
     would otherwise hold up every parallel region for a scheduler quantum. torch's C++ parts warn of
     addresses without a name.
     """

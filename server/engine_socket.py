@@ -31,8 +31,14 @@ class EngineSocket:
         self._info: EngineInfo | None = None
 
     def bind(self, address: str) -> str:
-        """Listen; returns the address with the port that was found if it names none."""
-        self._socket.bind(address)
+        """Listen; returns the address with the port that was found if it names none.
+
+        Raises StartupError.
+        """
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise StartupError(f"{self._name} cannot be reached at {address}: {error}") from error
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, str), endpoint
         return endpoint
@@ -59,7 +65,7 @@ class EngineSocket:
         self,
         timeout_s: float,
         why_ended: Callable[[], str | None],
-        why_stop: Callable[[], str | None],
+        why_stop: Callable[[], str | None] = lambda: None,
     ) -> EngineInfo:
         """Return what the engine says when it can serve. Raises StartupError.
 
@@ -83,16 +89,6 @@ class EngineSocket:
             return None
         self._info = self._first_message()
         return self._info
-
-    def startup_error(self) -> str | None:
-        """Return why the engine could not start, if it has said so."""
-        if not self._socket.poll(0):
-            return None
-        try:
-            self._first_message()
-        except StartupError as error:
-            return str(error)
-        return None
 
     def channel(self, exit_reason: Callable[[], str | None]) -> EngineChannel:
         """Return the gateway's end, to be entered once."""

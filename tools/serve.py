@@ -18,9 +18,10 @@ from whalepod.server.config import EngineConfig, GatewayConfig
 from whalepod.server.errors import GroupLost, StartupError
 
 if TYPE_CHECKING:
-    from whalepod.server.cluster.leader import Leader
+    from whalepod.server.channel import EngineChannel
     from whalepod.server.cluster.node_plan import NodePlan
     from whalepod.server.cluster.rank_group import RankGroup
+    from whalepod.server.cluster.router import RankRouter
     from whalepod.server.engine_launcher import EngineProcess
     from whalepod.server.gateway.tokenizer import TextTokenizer
     from whalepod.server.messages import EngineInfo
@@ -56,8 +57,8 @@ def serve(engine: EngineConfig, gateway: GatewayConfig, plan: NodePlan | None = 
             print(start_report(gateway, process.info, family, plan))
             _warn_if_open(gateway)
             sys.stdout.flush()
-            _run_gateway(gateway, process, tokenizer.result(), folder)
-            if (reason := _why_ended(process)) is not None:
+            reason = _run_gateway(gateway, process, tokenizer.result(), folder)
+            if reason is not None:
                 raise GroupLost(reason)
     return 0
 
@@ -67,7 +68,7 @@ def work(engine: EngineConfig, plan: NodePlan) -> int:
 
     Raises StartupError and GroupLost, one sentence.
     """
-    from whalepod.server.cluster.worker import run_worker
+    from whalepod.server.cluster.run_worker import run_worker
 
     _begin()
     stop = threading.Event()
@@ -104,22 +105,14 @@ def find_model(engine: EngineConfig) -> Path:
 
 def _new_engine(
     engine: EngineConfig, plan: NodePlan | None, folder: Path
-) -> EngineProcess | RankGroup | Leader:
+) -> EngineProcess | RankGroup:
     """Return the one engine, or the ranks, that serve; not started yet."""
     from whalepod.server.cluster.rank_group import RankGroup
     from whalepod.server.engine_launcher import EngineProcess
 
-    if plan is not None:
-        from whalepod.server.cluster.leader import Leader  # brings torch with it
-
-        return Leader(engine, plan, folder)
-    return EngineProcess(engine) if engine.parallel.expert_parallel_size == 1 else RankGroup(engine)
-
-
-def _why_ended(process: EngineProcess | RankGroup | Leader) -> str | None:
-    """Say why there is nobody left to serve: only ranks of several machines end together."""
-    end = getattr(process, "end", None)
-    return end.reason if end is not None and end.code else None
+    if engine.parallel.expert_parallel_size == 1:
+        return EngineProcess(engine)
+    return RankGroup(engine, plan, folder)
 
 
 def claim_port(gateway: GatewayConfig) -> GatewayConfig:
@@ -232,19 +225,20 @@ def _load_tokenizer(folder: Path, chat_template: str | None) -> TextTokenizer:
 
 def _run_gateway(
     gateway: GatewayConfig,
-    process: EngineProcess | RankGroup | Leader,
+    process: EngineProcess | RankGroup,
     tokenizer: TextTokenizer,
     folder: Path,
-) -> None:
+) -> str | None:
+    """Serve until a signal, or until there is nothing left to serve with: return why, then."""
     import uvloop
 
     from whalepod.server.gateway.run import serve as serve_http
     from whalepod.server.gateway.tokenizer import read_default_params
 
-    async def run() -> None:
+    async def run() -> str | None:
         async with process.channel() as upstream:
             told_to_stop = asyncio.Event()
-            watch = asyncio.create_task(_tell_to_stop(process, told_to_stop))
+            watch = asyncio.create_task(_tell_to_stop(process, upstream, told_to_stop))
             try:
                 await serve_http(
                     gateway,
@@ -255,15 +249,18 @@ def _run_gateway(
                 )
             finally:
                 watch.cancel()
+            return upstream.failure
 
-    uvloop.run(run())
+    return uvloop.run(run())
 
 
 async def _tell_to_stop(
-    process: EngineProcess | RankGroup | Leader, told_to_stop: asyncio.Event
+    process: EngineProcess | RankGroup,
+    upstream: EngineChannel | RankRouter,
+    told_to_stop: asyncio.Event,
 ) -> None:
-    """Let the gateway stop when another machine asks for it, or when the ranks have ended."""
-    while not getattr(process, "is_told_to_stop", False):
+    """Let the gateway stop when another machine asks for it, or when no engine will be back."""
+    while upstream.failure is None and not process.is_told_to_stop:
         await asyncio.sleep(END_POLL_S)
     told_to_stop.set()
 

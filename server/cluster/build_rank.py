@@ -18,15 +18,14 @@ from whalepod.server.build import build_core
 from whalepod.server.build_model import Checkpoint, read_checkpoint, startup_errors
 from whalepod.server.build_speculation import new_depth
 from whalepod.server.cluster.group_member import GroupMember, HealthMonitor
-from whalepod.server.cluster.group_store import connect
+from whalepod.server.cluster.group_store import CALL_TIMEOUT_S, connect_library
 from whalepod.server.cluster.lockstep import Lockstep
 from whalepod.server.cluster.lockstep_engine import LockstepEngine
-from whalepod.server.cluster.membership_store import FolderStore, MembershipStore
+from whalepod.server.cluster.membership_store import FolderStore, MembershipStore, StaticMembership
 from whalepod.server.cluster.open_transport import open_transport
 from whalepod.server.cluster.progress_board import ProgressBoard, StepProgress
 from whalepod.server.cluster.rank_assignment import EventFds, RankAssignment, RankConfig
 from whalepod.server.cluster.rank_record import record_bytes
-from whalepod.server.cluster.store_membership import StoreMembership
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
 
@@ -55,7 +54,7 @@ def build_rank(
     board = ProgressBoard(Path(assignment.folder), assignment.num_ranks)
     progress = StepProgress(board, assignment.rank)
     note = wrap_note(progress.note)
-    health = HealthMonitor(_open_memberships(assignment, events), should_stop)
+    health = HealthMonitor(_open_memberships(assignment), should_stop)
     timeout_ms = 1e3 * engine_config.parallel.dispatch_timeout_s
     with startup_errors():
         checkpoint = read_checkpoint(engine_config)
@@ -146,11 +145,12 @@ def plan_traffic(checkpoint: Checkpoint, assignment: RankAssignment) -> Traffic:
     )
 
 
-def _open_memberships(assignment: RankAssignment, events: EventFds) -> MembershipStore:
+def _open_memberships(assignment: RankAssignment) -> MembershipStore:
     at = assignment.rendezvous
     if at is None:
         return FolderStore(Path(assignment.folder))
-    return StoreMembership(connect(at.host, at.port, at.attempt, at.address), events.set_own)
+    store = connect_library(at.host, at.port, at.attempt, CALL_TIMEOUT_S)
+    return StaticMembership(store, assignment.num_ranks)
 
 
 def _max_depth(config: EngineConfig) -> int:
@@ -159,9 +159,10 @@ def _max_depth(config: EngineConfig) -> int:
 
 def _settle(config: RankConfig) -> EngineConfig:
     """Return the engine's configuration with what is different on each rank."""
-    engine, rank = config.engine, config.assignment.rank
+    engine, assignment = config.engine, config.assignment
     limits = engine.scheduler
     if not limits.reserve_output_tokens:
         limits = replace(limits, reserve_output_tokens=RESERVED_OUTPUT_TOKENS)
-    record = f"{engine.record}.rank{rank}" if engine.record else None
+    life = f".{assignment.life}" if assignment.life else ""
+    record = f"{engine.record}.rank{assignment.rank}{life}" if engine.record else None
     return replace(engine, scheduler=limits, record=record)

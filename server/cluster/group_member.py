@@ -15,7 +15,7 @@ from whalepod.ep_comm.handshake import HandshakeError, shake_hands
 from whalepod.ep_comm.parallel import Dispatcher, Note, note_nothing
 from whalepod.ep_comm.traffic import GroupHeap
 from whalepod.server.cluster.lockstep import Decision, Lockstep, Mismatch, Remove, Step
-from whalepod.server.cluster.membership_store import Membership, MembershipStore, change
+from whalepod.server.cluster.membership_store import Membership, MembershipStore
 from whalepod.server.cluster.rank_record import RankRecord, from_tensor, to_tensor
 from whalepod.server.errors import GroupLost
 
@@ -64,7 +64,7 @@ class GroupMember:
         heap: GroupHeap,
         dispatcher: Dispatcher,
         lockstep: Lockstep,
-        watch: HealthMonitor,
+        health: HealthMonitor,
         described: Mapping[str, str],
         *,
         timeout_ms: float,
@@ -79,7 +79,7 @@ class GroupMember:
         self._exchange = Exchange(control, heap.records, "records")
         self._dispatcher = dispatcher
         self._lockstep = lockstep
-        self._watch = watch
+        self._health = health
         self._described = described
         text = repr(sorted(described.items())).encode()
         self._version = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
@@ -91,7 +91,7 @@ class GroupMember:
     @property
     def is_current(self) -> bool:
         """Say whether this rank goes by the newest membership."""
-        return self._watch.store.is_newest(self.membership.epoch)
+        return self._health.store.is_newest(self.membership.epoch)
 
     @property
     def missing(self) -> list[int]:
@@ -105,7 +105,7 @@ class GroupMember:
 
     def join(self) -> None:
         """Become a member, ready to step. The others hear of it at once."""
-        change(self._watch.store, lambda newest: newest.joined_by(self.rank))
+        self._health.store.join(self.rank)
         self._wake_others()
 
     def adopt(self) -> None:
@@ -114,14 +114,14 @@ class GroupMember:
         Raises RemovedFromGroup if this rank is not in it, and HandshakeError if all ranks are there
         but were started differently.
         """
-        newest = self._watch.store.newest(self.membership.epoch)
+        newest = self._health.store.newest()
         if self.rank not in newest.members:
             raise RemovedFromGroup(
                 f"rank {self.rank} is no member of epoch {newest.epoch}: "
                 f"{sorted(newest.members)} went on without it"
             )
         self.membership = newest
-        self._watch.epoch = newest.epoch
+        self._health.epoch = newest.epoch
         self._accused.clear()
         for group in (self._control, self._dispatcher.group):
             group.mask(self.missing)
@@ -202,15 +202,11 @@ class GroupMember:
     def _remove(self, decision: Remove) -> None:
         """Let the lowest live rank commit the next membership, and wait for it."""
         if self.rank == decision.by:
-            epoch = self.membership.epoch
-            change(
-                self._watch.store,
-                lambda newest: newest.without(decision.accused) if newest.epoch == epoch else None,
-            )
+            self._health.store.remove(decision.accused, epoch=self.membership.epoch)
             logger.error("ranks %s are taken out of the group", sorted(decision.accused))
             self._wake_others()
         deadline_ms = self._control.deadline(self._gather_ms)
-        while self.is_current and not self._watch.should_stop():
+        while self.is_current and not self._health.should_stop():
             if self._control.transport.now_ms() >= deadline_ms:
                 self._accused.add(decision.by)
                 self._control.suspects.add(decision.by)

@@ -1,7 +1,7 @@
-"""What the machines of a group share: a few words in torch's TCPStore, and never a long wait.
+"""What the launchers of a group share: a few keys in torch's TCPStore, and never a long wait.
 
-The store is torch's; here each call gets a deadline, and an error that names the store. Whoever
-holds it (machine 0, or torchrun's agent) is the one without whom nobody goes on.
+The store is torch's; here each call gets a deadline, and an error that names the store. Without the
+process that holds it (machine 0's launcher, or torchrun's agent) the group does not go on.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from whalepod.server.cluster.deadline import Deadline
 from whalepod.server.cluster.node_plan import NodePlan
-from whalepod.server.cluster.waiting import Waiting
 from whalepod.server.errors import GroupLost, StartupError
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0
-"""A store that does not answer for so long is lost."""
+"""A store that does not answer for this long is lost."""
 LOOK_S = 0.1
 CLOSE_TIMEOUT_S = 1.0
 CONNECT_TIMEOUT_S = 2.0
@@ -37,7 +37,7 @@ class StoreLost(GroupLost):
 
 
 class GroupStore:
-    """Words by name, on the machine where the store runs. Any thread may call.
+    """Values by key, on the machine where the store runs. Any thread may call.
 
     where    "address:port", for people
     address  of this machine on the way to the store: where others reach it
@@ -69,7 +69,7 @@ class GroupStore:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def get(self, key: str) -> str | None:
-        """Return the word, or None if nobody has set it."""
+        """Return the value; None: it is not set."""
 
         def read() -> str | None:
             return self._raw.get(key).decode() if self._raw.check([key]) else None
@@ -80,7 +80,7 @@ class GroupStore:
         self._call(lambda: self._raw.set(key, value))
 
     def claim(self, key: str, value: str) -> str:
-        """Set the word if nobody has; return what it is."""
+        """Set the value if it is not set; return what it is."""
         found = self._call(lambda: self._raw.compare_set(key, "", value))
         return bytes(found).decode()
 
@@ -97,7 +97,7 @@ class GroupStore:
         raise StoreLost(self._lost)
 
     def _wait(self, future: Future[T]) -> T:
-        """Return the result; TimeoutError after so many looks that they take the deadline.
+        """Return the result; TimeoutError after the looks that fill the deadline.
 
         Looks are counted, not seconds: a process that was stopped, or whose interpreter a compiler
         held for long, must not blame the store.
@@ -116,25 +116,19 @@ class GroupStore:
                 future.set_exception(error)
 
 
-def open_store(plan: NodePlan, waiting: Waiting) -> GroupStore:
+def open_store(plan: NodePlan, deadline: Deadline) -> GroupStore:
     """Open the store if it is this launcher's, else wait until it answers. Raises StartupError."""
     if plan.hosts_store:
         return _host(plan)
-    address = _wait_for_listener(plan, waiting)
-    return connect(plan.address, plan.port, plan.attempt, address)
-
-
-def connect(host: str, port: int, attempt: str, address: str) -> GroupStore:
-    """Connect to a store that is known to answer. `address`: see `GroupStore`."""
-    return GroupStore(
-        connect_library(host, port, attempt, CALL_TIMEOUT_S), f"{host}:{port}", address
-    )
+    address = _wait_for_listener(plan, deadline)
+    raw = connect_library(plan.address, plan.port, plan.attempt, CALL_TIMEOUT_S)
+    return GroupStore(raw, f"{plan.address}:{plan.port}", address)
 
 
 def connect_library(host: str, port: int, attempt: str, timeout_s: float) -> Store:
     """Return a connection for a library that brings its own part of a group together over it.
 
-    It has to be one of its own: a library that waits for a word holds the connection meanwhile.
+    It has to be one of its own: a library that waits for a key holds the connection meanwhile.
     Raises StartupError.
     """
     try:
@@ -172,10 +166,10 @@ def _host(plan: NodePlan) -> GroupStore:
     return GroupStore(PrefixStore(f"whalepod/{plan.attempt}", raw), f"{host}:{port}", address)
 
 
-def _wait_for_listener(plan: NodePlan, waiting: Waiting) -> str:
-    """Return this machine's address on the way to the store, once somebody listens there."""
+def _wait_for_listener(plan: NodePlan, deadline: Deadline) -> str:
+    """Return this machine's address on the way to the store, once a process listens there."""
     where, reason = f"{plan.address}:{plan.port}", ""
-    while waiting.goes_on(f"machine 0 at {where}{reason}"):
+    while deadline.allows(f"machine 0 at {where}{reason}"):
         try:
             with socket.create_connection((plan.address, plan.port), CONNECT_TIMEOUT_S) as probe:
                 return str(probe.getsockname()[0])
@@ -183,7 +177,7 @@ def _wait_for_listener(plan: NodePlan, waiting: Waiting) -> str:
             reason = f" ({error.strerror or error})"
         time.sleep(RETRY_S)
     raise StartupError(
-        f"nobody answers at {where} within {waiting.timeout_s:g} s{reason}: is machine 0 started, "
+        f"nobody answers at {where} within {deadline.timeout_s:g} s{reason}: is machine 0 started, "
         "and is this its address?"
     )
 

@@ -1,13 +1,18 @@
-"""The ranks that one of several launchers starts on its machine, and what they share there."""
+"""The ranks that one launcher starts on its machine, and what they share there."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,52 +20,74 @@ from typing import Self
 from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.cluster.progress_board import ProgressBoard
 from whalepod.server.cluster.rank_assignment import (
+    EventFds,
     RankAssignment,
     RankConfig,
     RendezvousInfo,
     new_event_fds,
 )
-from whalepod.server.cluster.rank_group import (
-    RANK_MODULE,
-    settle_threads,
-    share_cores,
-)
 from whalepod.server.codec import encode_value
 from whalepod.server.config import EngineConfig, TransportName
-from whalepod.server.engine_launcher import STOP_GRACE_S, describe_exit, end, spawn
+from whalepod.server.engine_launcher import (
+    STOP_GRACE_S,
+    available_cores,
+    describe_exit,
+    end,
+    spawn,
+)
 
+RANK_MODULE = "whalepod.server.cluster.rank_process"
 LAST_WORDS_S = 3.0
 """What a rank says about its own end reaches all machines within this time."""
 
+logger = logging.getLogger(__name__)
+
 
 class LocalRanks:
-    """Processes of this launcher's ranks, for the time of a `with` block."""
+    """Processes of this launcher's ranks, for the time of a `with` block.
+
+    The launcher owns all that they share: heaps (memfds), eventfds and the private `folder` of
+    memberships, progress and sockets. It never computes.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
         plan: NodePlan,
         transport: TransportName,
-        address: str,
         *,
+        rendezvous: RendezvousInfo | None = None,
         module: str = RANK_MODULE,
         stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
-        """address: of this machine, as the others reach it."""
+        """rendezvous: where the ranks of all machines meet; None: all ranks are started here."""
         self._plan = plan
         self._transport = transport
-        self._address = address
+        self._rendezvous = rendezvous
         self._module = module
         self._stop_grace_s = stop_grace_s
         self._cores = share_cores(plan.ranks_per_node)
         self._config = settle_threads(config, self._cores)
+        self._num_lives: Counter[int] = Counter()
         self._ended_at: float | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
-        self.folder = Path(tempfile.mkdtemp(prefix="whalepod-"))  # 0700
-        self._events = new_event_fds(self._plan.num_local)
-        self._board = ProgressBoard(self.folder, self._plan.num_ranks)
+        plan = self._plan
+        with ExitStack() as stack:
+            self.folder = Path(tempfile.mkdtemp(prefix="whalepod-"))  # 0700
+            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self._lock_folder(stack)
+            self._heap_fds: tuple[int, ...] = ()
+            if self._transport == "shm":
+                self._heap_fds = tuple([_new_memfd(rank) for rank in range(plan.num_ranks)])
+            self._event_fds = new_event_fds(plan.num_local)
+            for descriptor in (*self._heap_fds, *self._event_fds):
+                stack.callback(os.close, descriptor)
+            self.board = ProgressBoard(self.folder, plan.num_ranks)
+            stack.callback(self.board.close)
+            stack.callback(self._stop_all)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -69,50 +96,76 @@ class LocalRanks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.terminate()
-        for process in self._processes.values():
-            end(process, self._stop_grace_s)
-        self._board.close()
-        for descriptor in self._events:
-            os.close(descriptor)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._stack.close()
 
-    def start(self, addresses: Mapping[int, str]) -> None:
-        """Start all ranks; each connects to the gateway's address for it."""
-        for rank in self._plan.ranks:
-            payload = RankConfig(assignment=self._new_assignment(rank), engine=self._config)
-            self._processes[rank] = spawn(
-                self._module,
-                addresses[rank],
-                encode_value(payload),
-                num_threads=self._config.device.num_threads,
-                pass_fds=self._events,
-                shared_folder=self.folder,
-            )
+    def _lock_folder(self, stack: ExitStack) -> None:
+        """Hold a lock that cleaners of /tmp respect: they would remove old memberships."""
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+    def start(self, rank: int, address: str) -> None:
+        """Start a rank, which connects to the gateway's address for it."""
+        payload = RankConfig(assignment=self._new_assignment(rank), engine=self._config)
+        self._num_lives[rank] += 1
+        self._processes[rank] = spawn(
+            self._module,
+            address,
+            encode_value(payload),
+            num_threads=self._config.device.num_threads,
+            pass_fds=(*self._heap_fds, *self._event_fds),
+            shared_folder=self.folder,
+        )
+
+    def stop(self, rank: int) -> None:
+        """End a rank: SIGTERM, after a grace SIGKILL."""
+        end(self._processes[rank], self._stop_grace_s)
+
+    def kill(self, rank: int) -> None:
+        """End a rank at once, whatever it does, and wait until it is gone."""
+        self._processes[rank].kill()
+        self._processes[rank].wait()
+
+    def wake(self) -> None:
+        """Wake all ranks that sleep."""
+        EventFds(self._event_fds).set_others()
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
 
-    def why_ended(self) -> str | None:
-        """Say which rank has ended; None while all live.
+    def num_lives(self, rank: int) -> int:
+        """Return how often a rank was started."""
+        return self._num_lives[rank]
 
-        One that ends by itself has told the gateway why, and its word is to come before this one.
+    def exit_reason(self, rank: int) -> str | None:
+        """Return how a rank's process has ended; None while it lives."""
+        code = self._processes[rank].poll()
+        if code is None:
+            return None
+        place = f" on {self._rendezvous.address}" if self._rendezvous else ""
+        return f"rank {rank}'s process{place} {describe_exit(code)}"
+
+    def why_ended(self) -> str | None:
+        """Return which rank has ended, and how; None while all live.
+
+        A rank that ends by itself has told the gateway why, and its message is to come first.
         """
-        codes = {rank: process.poll() for rank, process in self._processes.items()}
-        for rank, code in codes.items():
-            if code is None:
-                continue
-            self._ended_at = self._ended_at or time.monotonic()
-            if code < 0 or time.monotonic() - self._ended_at > LAST_WORDS_S:
-                return f"rank {rank}'s process on {self._address} {describe_exit(code)}"
+        for rank, process in list(self._processes.items()):
+            if (reason := self.exit_reason(rank)) is not None:
+                self._ended_at = self._ended_at or time.monotonic()
+                if process.returncode < 0 or time.monotonic() - self._ended_at > LAST_WORDS_S:
+                    return reason
         return None
 
     def where(self, rank: int) -> str:
-        """Say what a rank did last."""
-        progress = self._board.read(rank)
+        """Return what a rank did last, for people."""
+        progress = self.board.read(rank)
         return "it has not begun" if progress is None else f"it is in {progress}"
+
+    def report(self) -> None:
+        """Log what each rank did last."""
+        for rank in self._plan.ranks:
+            logger.error("rank %d: %s", rank, self.where(rank))
 
     def _new_assignment(self, rank: int) -> RankAssignment:
         plan = self._plan
@@ -122,14 +175,39 @@ class LocalRanks:
             transport=self._transport,
             ranks_per_node=plan.ranks_per_node,
             folder=str(self.folder),
-            event_fds=self._events,
+            heap_fds=self._heap_fds,
+            event_fds=self._event_fds,
             event_index=rank - plan.first_rank,
-            rendezvous=RendezvousInfo(
-                host=plan.address,
-                port=plan.port,
-                attempt=plan.attempt,
-                address=self._address,
-                timeout_s=plan.timeout_s,
-            ),
+            rendezvous=self._rendezvous,
             cores=self._cores[rank % plan.ranks_per_node],
+            life=self._num_lives[rank],
         )
+
+    def _stop_all(self) -> None:
+        """End all ranks within one grace."""
+        deadline = time.monotonic() + self._stop_grace_s
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes.values():
+            end(process, max(deadline - time.monotonic(), 0.0))
+
+
+def _new_memfd(rank: int) -> int:
+    return os.memfd_create(f"whalepod-heap-{rank}", os.MFD_CLOEXEC)
+
+
+def share_cores(num_ranks: int) -> list[tuple[int, ...]]:
+    """Give each rank of a machine cores of its own; none are named where there are too few."""
+    if not hasattr(os, "sched_getaffinity") or available_cores() < num_ranks:
+        return [()] * num_ranks
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // num_ranks
+    return [tuple(cores[rank * share : (rank + 1) * share]) for rank in range(num_ranks)]
+
+
+def settle_threads(config: EngineConfig, cores: Sequence[tuple[int, ...]]) -> EngineConfig:
+    """Let each rank use as many threads as it has cores, unless told otherwise."""
+    if config.device.num_threads:
+        return config
+    return replace(config, device=replace(config.device, num_threads=max(len(cores[0]), 1)))

@@ -18,10 +18,10 @@ from whalepod.ep_comm.parallel import Dispatcher
 from whalepod.mtp.stats import StepRecord
 from whalepod.scheduler.plan import Plan, SequenceOutput, StepResult
 from whalepod.scheduler.stats import Stats
+from whalepod.server.cluster.deadline import Deadline
 from whalepod.server.cluster.group_member import GroupMember
 from whalepod.server.cluster.lockstep import Park, Step
 from whalepod.server.cluster.rank_record import RankRecord, StepOutcome
-from whalepod.server.cluster.waiting import Waiting
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.speculation import step_record
 from whalepod.server.errors import GroupLost, StartupError
@@ -102,14 +102,14 @@ class LockstepEngine:
     def join(self, should_stop: Callable[[], bool], timeout_s: float) -> None:
         """Become a member and wait until all ranks are. Raises StartupError."""
         self._member.join()
-        waiting = Waiting(timeout_s)
+        deadline = Deadline(timeout_s)
         try:
             while not self._member.is_complete:
                 if should_stop():
                     raise StartupError("told to stop before all ranks were ready")
                 self.step()
                 missing = f"ranks {self._member.missing} to load their weights"
-                if not waiting.goes_on(missing):
+                if not deadline.allows(missing):
                     raise StartupError(f"waited {timeout_s:g} s for {missing}")
                 time.sleep(JOIN_POLL_S)
         except (HandshakeError, GroupLost) as error:

@@ -1,17 +1,23 @@
 """Who belongs to the group: memberships numbered by epoch, the next one committed by one rank.
 
-A store keeps every membership under its epoch. To commit is to compare and set: it succeeds for one
-of all who want to be next, and the others read what it wrote.
+A group that replaces lost ranks keeps every membership under its epoch. To commit is to compare and
+set: it succeeds for one of all who want to be next, and the others read what it wrote.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from whalepod.server.errors import GroupLost
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +35,23 @@ class Membership:
 
 
 class MembershipStore(Protocol):
-    """Keeps the memberships where all ranks, and whoever starts them, reach them."""
+    """Keeps the memberships where all ranks reach them."""
 
-    def newest(self, since: int = 0) -> Membership:
-        """Return the newest membership; `since` is an epoch that is known to exist."""
-        ...
+    def newest(self) -> Membership: ...
 
     def is_newest(self, epoch: int) -> bool:
-        """Say whether no later membership than that of `epoch` exists. Cheap, never waits."""
+        """Return whether no later membership than that of `epoch` exists. Cheap, never waits."""
         ...
 
-    def commit(self, membership: Membership) -> bool:
-        """Make it the newest one; False if its epoch is taken, or not the next one."""
+    def join(self, rank: int) -> None:
+        """Add a rank that is ready to step."""
+        ...
+
+    def remove(self, ranks: frozenset[int], *, epoch: int | None = None) -> None:
+        """Take ranks out, but only from the membership of `epoch` if one is given.
+
+        Raises GroupLost where the group cannot go on without them.
+        """
         ...
 
 
@@ -53,23 +64,25 @@ class FolderStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._known = Membership(0)
 
-    def newest(self, since: int = 0) -> Membership:
-        epoch = since
-        while not self.is_newest(epoch):
-            epoch += 1
-        if not epoch:
-            return Membership(0)
-        members = json.loads(self._path(epoch).read_text(encoding="ascii"))
-        return Membership(epoch, frozenset(members))
+    def newest(self) -> Membership:
+        known = self._known  # a file that has vanished since does not undo it
+        while not self.is_newest(known.epoch):
+            epoch = known.epoch + 1
+            members = json.loads(self._path(epoch).read_text(encoding="ascii"))
+            known = Membership(epoch, frozenset(members))
+        self._known = known
+        return known
 
     def is_newest(self, epoch: int) -> bool:
         return not os.path.exists(self._path(epoch + 1))
 
     def commit(self, membership: Membership) -> bool:
+        """Make it the newest one; False if its epoch is taken, or not the next one."""
         if membership.epoch > 1 and not self._path(membership.epoch - 1).exists():
             return False
-        draft = self._folder / f"draft-{os.getpid()}"
+        draft = self._folder / f"draft-{os.getpid()}-{threading.get_ident()}"
         draft.write_text(json.dumps(sorted(membership.members)), encoding="ascii")
         try:
             os.link(draft, self._path(membership.epoch))
@@ -79,39 +92,59 @@ class FolderStore:
             draft.unlink()
         return True
 
+    def join(self, rank: int) -> None:
+        self.change(lambda newest: newest.joined_by(rank))
+
+    def remove(self, ranks: frozenset[int], *, epoch: int | None = None) -> None:
+        def without(newest: Membership) -> Membership | None:
+            is_wanted = epoch in (None, newest.epoch) and bool(ranks & newest.members)
+            return newest.without(ranks) if is_wanted else None
+
+        self.change(without)
+
+    def change(self, new: Callable[[Membership], Membership | None]) -> Membership:
+        """Commit what `new` makes of the newest membership, however many others commit meanwhile.
+
+        `new` returns None when nothing is to be changed any more. Returns the newest membership.
+        Each failed turn means that another's has succeeded, so this ends.
+        """
+        while True:
+            newest = self.newest()
+            wanted = new(newest)
+            if wanted is None:
+                return newest
+            if self.commit(wanted):
+                return wanted
+
     def _path(self, epoch: int) -> Path:
         return self._folder / f"epoch-{epoch}"
 
 
-class MemoryStore:
-    """Memberships of ranks that share a process."""
+class StaticMembership:
+    """The one membership of a group that replaces no rank: all ranks, once all are ready.
 
-    def __init__(self) -> None:
-        self._memberships = [Membership(0)]
+    They count themselves in torch's store, which is not asked again afterwards.
+    """
 
-    def newest(self, since: int = 0) -> Membership:
-        return self._memberships[-1]
+    def __init__(self, store: Store, num_ranks: int) -> None:
+        self._store = store
+        self._all = frozenset(range(num_ranks))
+        self._is_complete = False
+
+    def newest(self) -> Membership:
+        return Membership(1, self._all) if self._look() else Membership(0)
 
     def is_newest(self, epoch: int) -> bool:
-        return self._memberships[-1].epoch <= epoch
+        return epoch > 0 or not self._look()
 
-    def commit(self, membership: Membership) -> bool:
-        if membership.epoch != len(self._memberships):
-            return False
-        self._memberships.append(membership)
-        return True
+    def join(self, rank: int) -> None:
+        self._store.add("ready", 1)
 
+    def remove(self, ranks: frozenset[int], *, epoch: int | None = None) -> None:
+        names = ", ".join(map(str, sorted(ranks)))
+        raise GroupLost(f"rank {names} does not come to the exchange of records any more")
 
-def change(store: MembershipStore, new: Callable[[Membership], Membership | None]) -> Membership:
-    """Commit what `new` makes of the newest membership, however many others commit meanwhile.
-
-    `new` returns None when nothing is to be changed any more. Returns the newest membership. Each
-    failed turn means that another's has succeeded, so this ends.
-    """
-    while True:
-        newest = store.newest()
-        wanted = new(newest)
-        if wanted is None:
-            return newest
-        if store.commit(wanted):
-            return wanted
+    def _look(self) -> bool:
+        if not self._is_complete:
+            self._is_complete = self._store.add("ready", 0) >= len(self._all)
+        return self._is_complete

@@ -1,7 +1,7 @@
 """Which ranks run on this machine, and where all machines of a group meet.
 
-The answer comes from flags, from `torchrun`, or from a Kubernetes LeaderWorkerSet; whoever calls
-gives the environment, nothing here looks for it.
+The answer comes from flags, from `torchrun`, or from a Kubernetes LeaderWorkerSet; the caller
+gives the environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from whalepod.server.errors import StartupError
 class NodePlan:
     """The part of one launcher in a group that has several.
 
-    first_rank      its ranks are this one and those behind it
+    first_rank      its ranks are this one and those after it
     num_local       how many
     num_ranks       of the group
     ranks_per_node  of one machine; more than `num_local` where torchrun starts each by itself
@@ -25,19 +25,19 @@ class NodePlan:
     hosts_store     this launcher opens the store for the others
     attempt         tells this start from earlier ones that used the same store
     timeout_s       how long it waits for the others
-    source          who said all this, for people
+    source          where all this is from, for people
     """
 
     first_rank: int
     num_local: int
     num_ranks: int
     ranks_per_node: int
-    address: str
-    port: int
-    hosts_store: bool
+    address: str = ""
+    port: int = 0
+    hosts_store: bool = False
     attempt: str = "0"
-    timeout_s: float
-    source: str
+    timeout_s: float = 0.0
+    source: str = ""
 
     @property
     def ranks(self) -> range:
@@ -46,12 +46,23 @@ class NodePlan:
 
     @property
     def is_leader(self) -> bool:
-        """Say whether requests come in here."""
+        """Return whether requests come in here."""
         return self.first_rank == 0
 
     @property
     def num_nodes(self) -> int:
         return self.num_ranks // self.ranks_per_node
+
+    @property
+    def num_launchers(self) -> int:
+        return self.num_ranks // self.num_local
+
+
+def plan_of_one(num_ranks: int) -> NodePlan:
+    """Return the plan of a launcher that starts all ranks."""
+    return NodePlan(
+        first_rank=0, num_local=num_ranks, num_ranks=num_ranks, ranks_per_node=num_ranks
+    )
 
 
 def plan_nodes(

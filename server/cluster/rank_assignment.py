@@ -43,6 +43,7 @@ class RankAssignment:
     heap_fds  memfds, one per rank, for `shm`; the first rank to come gives them their size
     rendezvous           None: the launcher has started all ranks
     cores             to run on; none: anywhere
+    life              how often this rank was started before
     """
 
     rank: int
@@ -55,6 +56,7 @@ class RankAssignment:
     heap_fds: tuple[int, ...] = ()
     rendezvous: RendezvousInfo | None = None
     cores: tuple[int, ...] = ()
+    life: int = 0
 
     @property
     def own_event_fd(self) -> int:

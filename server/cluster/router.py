@@ -8,19 +8,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from whalepod.scheduler.plan import SequenceOutput
 from whalepod.scheduler.stats import Stats, add_stats
 from whalepod.server.channel import EngineChannel
-from whalepod.server.errors import EngineLost, RequestRecalled, StartupError
+from whalepod.server.errors import EngineLost, GroupLost, RequestRecalled
 from whalepod.server.messages import EngineInfo, Submit
+
+if TYPE_CHECKING:
+    from whalepod.server.cluster.rank_group import RankGroup
 
 WATCH_S = 0.1
 """How often the router looks for lost ranks and for work to move."""
+RETRY_S = 1.0
+"""From a start of a rank that failed to the next one."""
 EXPECTED_TOKENS = 256
 """Tokens of an answer that a request is expected to take, if it allows as many."""
 MAX_TRIES = 3
@@ -30,33 +36,6 @@ MAX_MOVES = 4
 MAX_MOVES_AT_ONCE = 4
 
 logger = logging.getLogger(__name__)
-
-
-class RankProcess(Protocol):
-    """A running rank, as its launcher knows it."""
-
-    def channel(self) -> EngineChannel: ...
-
-
-class Ranks(Protocol):
-    """What the router asks of the launcher."""
-
-    num_ranks: int
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    def process(self, rank: int) -> RankProcess: ...
-
-    def why_lost(self, rank: int) -> str | None: ...
-
-    def where(self, rank: int) -> str: ...
-
-    def take_out(self, rank: int, reason: str) -> None: ...
-
-    def replace_rank(self, rank: int) -> RankProcess: ...
-
-    def stop_replacing(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -80,20 +59,20 @@ class _Rank:
 class RankRouter:
     """Use as `async with`, in the event loop that serves."""
 
-    def __init__(self, group: Ranks) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._ranks: list[_Rank] = []
         self._num_routed = 0
         self._failure: str | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._replacing: dict[int, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
         self._info = self._group.info  # while a rank is being replaced it can say nothing
         for rank in range(self._group.num_ranks):
             self._ranks.append(await self._open(rank))
-        self._tasks = [asyncio.create_task(self._watch())]
-        self._tasks[0].add_done_callback(self._task_ended)
+        # a thread for each rank: each replacement waits until all ranks are there
+        self._threads = ThreadPoolExecutor(len(self._ranks), "replace-rank")
+        self._watching = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(
@@ -103,10 +82,11 @@ class RankRouter:
         trace: TracebackType | None,
     ) -> None:
         self._group.stop_replacing()
-        tasks = [*self._tasks, *self._replacing.values()]
+        tasks = [self._watching, *self._replacing.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=False)
         for rank in self._ranks:
             await rank.stack.aclose()
 
@@ -114,11 +94,6 @@ class RankRouter:
         opened = _Rank(self._group.process(rank).channel())
         await opened.stack.enter_async_context(opened.channel)
         return opened
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("the watch over the ranks failed", exc_info=error)
-            self._failure = f"the watch over the ranks failed: {error}"
 
     # -- what the gateway asks ------------------------------------------------------------------
 
@@ -139,7 +114,7 @@ class RankRouter:
     @property
     def failure(self) -> str | None:
         """Why no request can be served any more; a rank that is being replaced is no failure."""
-        return self._failure
+        return self._failure or self._group.failure
 
     def reset_prefix_cache(self) -> None:
         """Have all ranks forget the cached texts that no live request uses."""
@@ -244,12 +219,23 @@ class RankRouter:
     # -- the watch ------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
+        """Look at the ranks now and then. What fails once (no descriptors, no space) is tried
+        again at the next turn."""
+        last_error = ""
         while True:
             await asyncio.sleep(WATCH_S)
-            for number, rank in enumerate(self._ranks):
-                if rank.lost is None and (reason := self._why_lost(number)) is not None:
-                    self._lose(number, reason)
-            self._move_queued()
+            try:
+                self._look()
+            except Exception as error:
+                if str(error) != last_error:
+                    logger.exception("a look at the ranks failed and is repeated")
+                last_error = str(error)
+
+    def _look(self) -> None:
+        for number, rank in enumerate(self._ranks):
+            if rank.lost is None and (reason := self._why_lost(number)) is not None:
+                self._lose(number, reason)
+        self._move_queued()
 
     def _why_lost(self, number: int) -> str | None:
         return self._group.why_lost(number) or self._ranks[number].channel.failure
@@ -257,9 +243,9 @@ class RankRouter:
     def _lose(self, number: int, reason: str) -> None:
         """Fail what a lost rank had begun, and begin to replace it."""
         rank = self._ranks[number]
+        self._group.take_out(number, reason)
         rank.lost = reason
         logger.error("rank %d is lost: %s", number, reason)
-        self._group.take_out(number, reason)
         rank.channel.fail(reason)
         task = asyncio.create_task(self._replace(number))
         self._replacing[number] = task
@@ -267,13 +253,18 @@ class RankRouter:
 
     async def _replace(self, number: int) -> None:
         await self._ranks[number].stack.aclose()
-        try:
-            await asyncio.to_thread(self._group.replace_rank, number)
-        except StartupError as error:
-            self._ranks[number].lost = str(error)
-            logger.error("rank %d cannot be replaced: %s", number, error)
-            self._failure = f"rank {number} cannot be replaced: {error}"
-            return
+        loop, has_come = asyncio.get_running_loop(), False
+        while not has_come:
+            try:
+                await loop.run_in_executor(self._threads, self._group.replace_rank, number)
+                has_come = True
+            except GroupLost as error:
+                self._ranks[number].lost = self._failure = str(error)
+                logger.error("%s", error)
+                return
+            except Exception:
+                logger.exception("rank %d could not be started and is tried again", number)
+                await asyncio.sleep(RETRY_S)
         self._ranks[number] = await self._open(number)
         logger.info("rank %d is back", number)
 

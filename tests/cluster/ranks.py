@@ -32,7 +32,7 @@ from whalepod.scheduler.scheduler import Scheduler
 from whalepod.server.cluster.group_member import GroupMember, HealthMonitor
 from whalepod.server.cluster.lockstep import Lockstep
 from whalepod.server.cluster.lockstep_engine import LockstepEngine
-from whalepod.server.cluster.membership_store import MembershipStore, MemoryStore
+from whalepod.server.cluster.membership_store import FolderStore, Membership, MembershipStore
 from whalepod.server.cluster.rank_record import record_bytes
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore
@@ -161,6 +161,25 @@ class ModeLog(Dispatcher):
     def enter(self, mode: ModeName | None) -> None:
         self.__dict__.setdefault("log", []).append(mode)
         super().enter(mode)
+
+
+class MemoryStore(FolderStore):
+    """Memberships of ranks that share a process."""
+
+    def __init__(self) -> None:
+        self._memberships = [Membership(0)]
+
+    def newest(self) -> Membership:
+        return self._memberships[-1]
+
+    def is_newest(self, epoch: int) -> bool:
+        return self._memberships[-1].epoch <= epoch
+
+    def commit(self, membership: Membership) -> bool:
+        if membership.epoch != len(self._memberships):
+            return False
+        self._memberships.append(membership)
+        return True
 
 
 @dataclass

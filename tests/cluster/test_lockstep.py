@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from torch._C._distributed_c10d import HashStore
 
+from tests.cluster.ranks import MemoryStore
 from whalepod.mtp.depth import AdaptiveDepth, FixedDepth
 from whalepod.mtp.stats import StepRecord
 from whalepod.server.cluster.lockstep import Lockstep, Mismatch, Park, Remove, Step
-from whalepod.server.cluster.membership_store import (
-    FolderStore,
-    Membership,
-    MembershipStore,
-    MemoryStore,
-    change,
-)
+from whalepod.server.cluster.membership_store import FolderStore, Membership, StaticMembership
 from whalepod.server.cluster.rank_record import (
     RankRecord,
     StepOutcome,
@@ -26,6 +23,7 @@ from whalepod.server.cluster.rank_record import (
     record_bytes,
     to_tensor,
 )
+from whalepod.server.errors import GroupLost
 
 IDLE = RankRecord(epoch=1, version=7)
 DECODING = replace(IDLE, num_tokens=3, num_drafts=4)
@@ -208,11 +206,11 @@ def test_the_step_of_a_group_has_the_drafts_of_all_and_the_size_of_the_largest()
 
 
 @pytest.fixture(params=["memory", "folder"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> MembershipStore:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> FolderStore:
     return MemoryStore() if request.param == "memory" else FolderStore(tmp_path)
 
 
-def test_of_two_that_commit_the_same_epoch_one_succeeds(store: MembershipStore) -> None:
+def test_of_two_that_commit_the_same_epoch_one_succeeds(store: FolderStore) -> None:
     assert store.newest() == Membership(0)
     assert store.commit(Membership(1, frozenset({0})))
     assert not store.commit(Membership(1, frozenset({1})))
@@ -222,10 +220,45 @@ def test_of_two_that_commit_the_same_epoch_one_succeeds(store: MembershipStore) 
     assert not store.commit(Membership(3, frozenset({1}))), "an epoch cannot be left out"
 
 
-def test_changes_build_on_each_other(store: MembershipStore) -> None:
+def test_changes_build_on_each_other(store: FolderStore) -> None:
     for rank in (2, 0, 1):
-        change(store, lambda newest, rank=rank: newest.joined_by(rank))  # type: ignore[misc]
+        store.join(rank)
     assert store.newest() == Membership(3, frozenset({0, 1, 2}))
-    removed = change(store, lambda newest: newest.without(frozenset({1})))
-    assert removed == store.newest(2) == Membership(4, frozenset({0, 2}))
-    assert change(store, lambda newest: None) == removed
+    store.remove(frozenset({1}))
+    removed = Membership(4, frozenset({0, 2}))
+    assert store.newest() == removed
+    store.remove(frozenset({1}))
+    store.remove(frozenset({0}), epoch=3)
+    assert store.newest() == removed, "nothing is left to remove, or another membership holds"
+
+
+def test_many_that_commit_at_once_all_succeed_in_the_end(tmp_path: Path) -> None:
+    stores = [FolderStore(tmp_path) for _ in range(2)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda rank: stores[rank % 2].join(rank), range(8)))
+    assert stores[0].newest() == Membership(8, frozenset(range(8)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"epoch-{i}" for i in range(1, 9)]
+
+
+def test_a_membership_whose_file_has_vanished_still_holds(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.join(0)
+    store.join(1)
+    known = store.newest()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert store.newest() == known == Membership(2, frozenset({0, 1}))
+
+
+def test_a_group_that_replaces_nobody_has_one_membership_once_all_are_ready() -> None:
+    raw = HashStore()
+    stores = [StaticMembership(raw, 2) for _ in range(2)]
+    stores[0].join(0)
+    assert [store.newest() for store in stores] == [Membership(0), Membership(0)]
+    assert all(store.is_newest(0) for store in stores)
+    stores[1].join(1)
+    assert not any(store.is_newest(0) for store in stores)
+    assert [store.newest() for store in stores] == [Membership(1, frozenset({0, 1}))] * 2
+    assert all(store.is_newest(1) for store in stores)
+    with pytest.raises(GroupLost, match="rank 1 does not come to the exchange of records"):
+        stores[0].remove(frozenset({1}), epoch=1)

@@ -178,7 +178,7 @@ def test_a_dispatch_sends_exactly_the_bytes_that_the_layout_predicts(
     async def scenario(group: RankGroup) -> list[list[Sent]]:
         async with routed(group) as router:
             await asyncio.gather(*(answer(router, submit) for submit in submits))
-            return [read_sent(group._folder, rank) for rank in range(NUM_RANKS)]
+            return [read_sent(group.folder, rank) for rank in range(NUM_RANKS)]
 
     with RankGroup(config, module="tests.cluster.counted_rank") as group:
         by_rank = asyncio.run(scenario(group))
@@ -199,12 +199,12 @@ class Mishap:
     action: str
 
     def cause(self, group: RankGroup) -> None:
-        written = group._folder / "mishap.new"
+        written = group.folder / "mishap.new"
         written.write_text(f"{self.rank}|{self.place}|{self.action}")
-        written.rename(group._folder / "mishap")  # ranks see all of it
+        written.rename(group.folder / "mishap")  # ranks see all of it
 
     def has_happened(self, group: RankGroup) -> bool:
-        return not (group._folder / "mishap").exists()
+        return not (group.folder / "mishap").exists()
 
 
 PLACES = ["dispatch, sending", "dispatch, receiving", "combine", "gather of records"]

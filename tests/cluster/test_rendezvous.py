@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,34 +15,21 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from tests.gateway.serving import wait_until
-from whalepod.server.cluster.group_store import (
-    GroupStore,
-    StoreLost,
-    connect,
-    connect_library,
-    open_store,
-)
-from whalepod.server.cluster.membership_store import Membership, change
-from whalepod.server.cluster.node_plan import NodePlan
-from whalepod.server.cluster.rendezvous import (
+from whalepod.server.cluster.deadline import Deadline
+from whalepod.server.cluster.group_store import GroupStore, StoreLost, connect_library, open_store
+from whalepod.server.cluster.join_group import (
     SILENCE_S,
-    End,
-    NodeWatch,
-    Roster,
-    end_group,
+    LauncherMonitor,
     leave,
-    meet,
-    read_end,
     wait_until_left,
 )
-from whalepod.server.cluster.store_membership import StoreMembership
-from whalepod.server.cluster.waiting import Waiting
+from whalepod.server.cluster.node_plan import NodePlan
+from whalepod.server.cluster.rendezvous import End, RankMap, end_group, meet, read_end
 from whalepod.server.errors import StartupError
 
 LOOPBACK = "127.0.0.1"
 SETTINGS = {"model": "abcdef0123456789", "dtype": "fp32"}
-ROSTER = Roster(address=(LOOPBACK,) * 4, launchers=(0, 0, 2, 2))
+RANK_MAP = RankMap(address=(LOOPBACK,) * 4, launchers=(0, 0, 2, 2))
 
 
 def free_port() -> int:
@@ -70,8 +56,8 @@ def stores() -> Iterator[tuple[GroupStore, GroupStore]]:
     """Machine 0's store, and another machine's end of it."""
     port = free_port()
     with (
-        open_store(plan_of(0, port), Waiting(20.0)) as own,
-        open_store(plan_of(1, port), Waiting(20.0)) as other,
+        open_store(plan_of(0, port), Deadline(20.0)) as own,
+        open_store(plan_of(1, port), Deadline(20.0)) as other,
     ):
         yield own, other
 
@@ -98,16 +84,16 @@ def met(
 ) -> list[object]:
     """Let machine 0 meet another one that was started with these settings."""
     return both(
-        lambda: meet(stores[0], plan_of(0, 1), SETTINGS, "/a/nano", Waiting(timeout_s)),
-        lambda: meet(stores[1], plan_of(node, 1), settings, "/b/nano", Waiting(timeout_s)),
+        lambda: meet(stores[0], plan_of(0, 1), SETTINGS, "/a/nano", Deadline(timeout_s)),
+        lambda: meet(stores[1], plan_of(node, 1), settings, "/b/nano", Deadline(timeout_s)),
     )
 
 
 def test_machines_meet_and_know_where_each_rank_is(
     stores: tuple[GroupStore, GroupStore],
 ) -> None:
-    assert met(stores) == [ROSTER, ROSTER]
-    assert ROSTER.name([2, 3]) == "ranks 2, 3 (127.0.0.1)"
+    assert met(stores) == [RANK_MAP, RANK_MAP]
+    assert RANK_MAP.name([2, 3]) == "ranks 2, 3 (127.0.0.1)"
 
 
 def test_another_model_or_flag_is_named_with_its_ranks_on_all_machines(
@@ -131,11 +117,11 @@ def test_who_does_not_come_is_named_while_waiting_and_at_the_end(
 ) -> None:
     caplog.set_level(logging.INFO)
     times = iter([0.0, 31.0, 400.0])
-    waiting = Waiting(300.0, clock=lambda: next(times))
+    deadline = Deadline(300.0, clock=lambda: next(times))
     with pytest.raises(StartupError, match="ranks 2, 3 of 4 did not come within 300 s"):
-        meet(stores[0], plan_of(0, 1), SETTINGS, "nano", waiting)
+        meet(stores[0], plan_of(0, 1), SETTINGS, "nano", deadline)
     assert "waiting for ranks 2, 3 of 4, 31 s of 300 s" in caplog.text
-    late = Waiting(20.0)
+    late = Deadline(20.0)
     with pytest.raises(StartupError, match="ranks 2, 3 of 4 did not come"):
         meet(stores[1], plan_of(1, 1), SETTINGS, "nano", late)
 
@@ -144,18 +130,18 @@ def test_a_port_in_use_is_one_sentence() -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=rf"cannot listen at 127.0.0.1:{port}.*in use"):
-            open_store(plan_of(0, port), Waiting(1.0))
+            open_store(plan_of(0, port), Deadline(1.0))
 
 
 def test_an_address_where_nobody_listens_is_one_sentence() -> None:
     port = free_port()
     with pytest.raises(StartupError, match=rf"nobody answers at 127.0.0.1:{port} .*refused"):
-        open_store(plan_of(1, port), Waiting(0.8))
+        open_store(plan_of(1, port), Deadline(0.8))
 
 
 def test_a_launcher_that_is_told_to_stop_waits_no_longer() -> None:
     with pytest.raises(StartupError, match="told to stop"):
-        open_store(plan_of(1, free_port()), Waiting(300.0, lambda: "told to stop"))
+        open_store(plan_of(1, free_port()), Deadline(300.0, lambda: "told to stop"))
 
 
 # -- the store ----------------------------------------------------------------------------------
@@ -192,19 +178,20 @@ def port_of(process: subprocess.Popen[str]) -> int:
     return int(process.stdout.readline())
 
 
+def connect(port: int) -> GroupStore:
+    raw = connect_library(LOOPBACK, port, "0", 20.0)
+    return GroupStore(raw, f"{LOOPBACK}:{port}", LOOPBACK)
+
+
 def test_a_store_that_dies_is_named(foreign_store: subprocess.Popen[str]) -> None:
     port = port_of(foreign_store)
-    has_changed = threading.Event()
-    with connect(LOOPBACK, port, "0", LOOPBACK) as store:
-        members = StoreMembership(store, has_changed.set)
-        assert members.is_newest(0)
+    with connect(port) as store:
+        assert store.get("x") is None
         foreign_store.kill()
-        assert has_changed.wait(20.0)
-        with pytest.raises(StoreLost, match=f"the store at 127.0.0.1:{port} is gone"):
-            members.is_newest(0)
-        with pytest.raises(StoreLost):
-            store.get("x")
-        members.close()
+        foreign_store.wait()
+        for _ in range(2):
+            with pytest.raises(StoreLost, match=f"the store at 127.0.0.1:{port} is gone"):
+                store.get("x")
 
 
 def test_a_store_that_does_not_answer_is_lost_at_the_deadline(
@@ -226,7 +213,7 @@ def test_a_library_that_waits_for_a_word_holds_up_nobody(
     foreign_store: subprocess.Popen[str],
 ) -> None:
     port = port_of(foreign_store)
-    with connect(LOOPBACK, port, "0", LOOPBACK) as store, ThreadPoolExecutor(1) as pool:
+    with connect(port) as store, ThreadPoolExecutor(1) as pool:
         library = connect_library(LOOPBACK, port, "0", 60.0)
         word = pool.submit(library.get, "late")
         store.set("a", "1")
@@ -236,23 +223,6 @@ def test_a_library_that_waits_for_a_word_holds_up_nobody(
         assert word.result(20.0) == b"2"
 
 
-def test_one_of_many_that_commit_at_once_succeeds(stores: tuple[GroupStore, GroupStore]) -> None:
-    members = [StoreMembership(store) for store in stores]
-
-    def join(rank: int) -> None:
-        change(members[rank % 2], lambda newest: newest.joined_by(rank))
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(join, range(8)))
-    assert members[0].newest() == Membership(8, frozenset(range(8)))
-    assert not members[0].commit(Membership(8, frozenset()))
-    assert not members[0].commit(Membership(10, frozenset()))
-    wait_until(lambda: not members[1].is_newest(7))
-    assert members[1].is_newest(8)
-    for one in members:
-        one.close()
-
-
 # -- the end ------------------------------------------------------------------------------------
 
 
@@ -260,7 +230,7 @@ def test_the_first_reason_is_everybodys(stores: tuple[GroupStore, GroupStore]) -
     assert read_end(stores[0]) is None
     first = end_group(stores[1], End(1, "rank 3 was ended by SIGKILL"))
     assert end_group(stores[0], End(0, "told to stop")) == first
-    watch = NodeWatch(stores[0], plan_of(0, 1), ROSTER)
+    watch = LauncherMonitor(stores[0], plan_of(0, 1), RANK_MAP)
     assert watch.look() == first
 
 
@@ -268,7 +238,7 @@ def test_machine_0_keeps_the_store_until_the_others_have_left(
     stores: tuple[GroupStore, GroupStore],
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_until_left, stores[0], ROSTER, 60.0)
+        waiting = pool.submit(wait_until_left, stores[0], RANK_MAP, 60.0)
         assert not waiting.done()
         leave(stores[1], plan_of(1, 1))
         waiting.result(20.0)
@@ -279,8 +249,8 @@ def test_a_machine_that_falls_silent_ends_the_group(
     stores: tuple[GroupStore, GroupStore], node: int, silent: str
 ) -> None:
     now = 0.0
-    watch = NodeWatch(stores[0], plan_of(node, 1), ROSTER, clock=lambda: now)
-    other = NodeWatch(stores[1], plan_of(1 - node, 1), ROSTER, clock=lambda: 0.0)
+    watch = LauncherMonitor(stores[0], plan_of(node, 1), RANK_MAP, clock=lambda: now)
+    other = LauncherMonitor(stores[1], plan_of(1 - node, 1), RANK_MAP, clock=lambda: 0.0)
     for _ in range(4):
         now += SILENCE_S - 1.0
         assert other.look() is None
@@ -289,16 +259,3 @@ def test_a_machine_that_falls_silent_ends_the_group(
     end = watch.look()
     assert end == End(1, f"the machine of {silent} (127.0.0.1) is silent for 30 s")
     assert other.look() == end
-
-
-def test_a_rank_that_the_others_went_on_without_ends_the_group(
-    stores: tuple[GroupStore, GroupStore],
-) -> None:
-    members = StoreMembership(stores[0])
-    watch = NodeWatch(stores[0], plan_of(0, 1), ROSTER)
-    for rank in range(4):
-        change(members, lambda newest, rank=rank: newest.joined_by(rank))
-        assert watch.look() is None
-    change(members, lambda newest: newest.without(frozenset({3})))
-    assert watch.look() == End(1, "the other ranks went on without rank 3 (127.0.0.1)")
-    members.close()

@@ -18,7 +18,7 @@ from whalepod.scheduler.stats import Stats, add_stats
 from whalepod.server.channel import EngineChannel
 from whalepod.server.cluster.router import RankRouter, expected_tokens
 from whalepod.server.engine.core import EngineCore
-from whalepod.server.errors import EngineLost, StartupError
+from whalepod.server.errors import EngineLost, GroupLost
 from whalepod.server.messages import EngineInfo, Submit
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -64,6 +64,7 @@ class FakeRanks:
     lost: dict[int, str] = field(default_factory=dict)
     taken_out: list[int] = field(default_factory=list)
     replacement: EngineChannel | None = None
+    failure: str | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -89,7 +90,7 @@ class FakeRanks:
 
     def replace_rank(self, rank: int) -> FakeProcess:
         if self.replacement is None:
-            raise StartupError("there is no other")
+            raise GroupLost(f"rank {rank} cannot be replaced: there is no other")
         del self.lost[rank]
         self.channels[rank] = self.replacement
         return FakeProcess(self.replacement)

@@ -1,4 +1,4 @@
-"""A wait with a deadline that tells people what it waits for."""
+"""A deadline for several waits in a row that tells people what is waited for."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from collections.abc import Callable
 
 from whalepod.server.errors import StartupError
 
-FIRST_WORD_S = 5.0
-NEXT_WORD_S = 15.0
+FIRST_REPORT_S = 5.0
+NEXT_REPORT_S = 15.0
 
 logger = logging.getLogger(__name__)
 
 
-class Waiting:
-    """Time that is left for several waits in a row.
-
-    why_stop  says why to wait no longer; None: wait
-    """
+class Deadline:
+    """Begins when it is made. why_stop: why to wait no longer; None: wait."""
 
     def __init__(
         self,
@@ -31,10 +28,10 @@ class Waiting:
         self._why_stop = why_stop
         self._clock = clock
         self._started = clock()
-        self._next_word_s = FIRST_WORD_S
+        self._next_report_s = FIRST_REPORT_S
 
-    def goes_on(self, what: str) -> bool:
-        """Say whether to wait on; False: the time is over. Raises StartupError if told to stop.
+    def allows(self, what: str) -> bool:
+        """Return whether to wait on for `what`. Raises StartupError if told to stop.
 
         Every now and then says "waiting for `what`, 31 s of 300 s".
         """
@@ -43,7 +40,7 @@ class Waiting:
         passed_s = self._clock() - self._started
         if passed_s >= self.timeout_s:
             return False
-        if passed_s >= self._next_word_s:
-            self._next_word_s = passed_s + NEXT_WORD_S
+        if passed_s >= self._next_report_s:
+            self._next_report_s = passed_s + NEXT_REPORT_S
             logger.info("waiting for %s, %.0f s of %g s", what, passed_s, self.timeout_s)
         return True
