@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, BinaryIO, TypeVar
 
 import msgpack
@@ -44,15 +44,8 @@ class Divergence:
     replayed: str
 
 
-def _values(value: object) -> list[Any]:
-    """Turn a dataclass into the list of its fields, for msgpack."""
-    if not is_dataclass(value):
-        raise TypeError(f"{type(value).__name__} does not go into a journal")
-    return [getattr(value, field.name) for field in fields(value)]
-
-
 def _pack(value: object) -> bytes:
-    packed: bytes = msgpack.packb(value, default=_values)
+    packed: bytes = msgpack.packb(value)
     return packed
 
 
@@ -239,27 +232,13 @@ def _request(values: tuple[Any, ...]) -> Request:
 
 
 def _step_result(values: tuple[Any, ...]) -> StepResult:
-    step, rows, step_time_us, draft_time_us = values
-    return StepResult(
-        step=step,
-        rows=tuple(map(_row_result, rows)),
-        step_time_us=step_time_us,
-        draft_time_us=draft_time_us,
-    )
+    result = StepResult._make(values)
+    return result._replace(rows=tuple([_row_result(row) for row in values[1]]))
 
 
 def _row_result(values: tuple[Any, ...]) -> RowResult:
-    sequence_id, token_ids, logprobs, prompt_logprobs, draft_token_ids, error = values
-    return RowResult(
-        sequence_id=sequence_id,
-        token_ids=token_ids,
-        logprobs=tuple(map(_token_logprob, logprobs)),
-        prompt_logprobs=tuple(map(_token_logprob, prompt_logprobs)),
-        draft_token_ids=draft_token_ids,
-        error=error,
+    result = RowResult._make(values)
+    return result._replace(
+        logprobs=tuple(map(TokenLogprob._make, result.logprobs)),
+        prompt_logprobs=tuple(map(TokenLogprob._make, result.prompt_logprobs)),
     )
-
-
-def _token_logprob(values: tuple[Any, ...]) -> TokenLogprob:
-    token_id, logprob, rank, top = values
-    return TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, top=top)

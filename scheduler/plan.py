@@ -7,7 +7,6 @@ as long to make.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -29,8 +28,7 @@ class Row(NamedTuple):
     num_drafts_wanted: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCopy:
+class BlockCopy(NamedTuple):
     """Copy the first `num_tokens` rows of block `source` to `target` before the step."""
 
     source: int
@@ -51,8 +49,7 @@ class Plan(NamedTuple):
         return sum(len(row.token_ids) for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """Log-probability of a token and of the likeliest ones, best first, as (id, logprob) pairs."""
 
     token_id: int

@@ -1,19 +1,14 @@
-"""Who runs: the running sequences, the waiting ones, and the making of a plan from both."""
+"""Which sequences run, which wait, and what each gets of a step."""
 
 from __future__ import annotations
 
 from bisect import insort
 from operator import attrgetter
 
-from whalepod.scheduler.admission import (
-    PrefixHit,
-    count_shared_blocks,
-    find_prefix,
-    may_start,
-)
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.kv_cache_manager import KVCacheManager
 from whalepod.scheduler.plan import Row
+from whalepod.scheduler.prefix import PrefixHit
 from whalepod.scheduler.request import Sequence, Status
 from whalepod.scheduler.waiting import WaitingQueue
 
@@ -23,7 +18,7 @@ _ORDER = attrgetter("order")
 
 
 class ScheduledSequence:
-    """What one sequence gets of a step: pending tokens, and drafts behind them."""
+    """What one sequence gets of a step: pending tokens, and drafts after them."""
 
     __slots__ = ("num_drafts", "num_tokens", "sequence")
 
@@ -35,8 +30,7 @@ class ScheduledSequence:
     @property
     def is_last(self) -> bool:
         """Whether nothing of the sequence's text stays pending."""
-        sequence = self.sequence
-        return sequence.num_computed + self.num_tokens == len(sequence.token_ids)
+        return self.sequence.num_pending == self.num_tokens
 
 
 class ScheduleBuilder:
@@ -86,8 +80,8 @@ class Planner:
         return min(num_tokens, limit)
 
     def _may_find_room(self) -> bool:
-        """Say whether the next admission can succeed; may say so wrongly, but not the contrary."""
-        sequence = self.waiting.choose(may_start, self._count_shared_blocks)
+        """Return whether the next admission can succeed: True may be wrong, False never is."""
+        sequence = self.waiting.choose(self._kv_cache.count_shared_blocks)
         if sequence is None:
             return False
         lower = [s for s in self.running if s.request.priority > sequence.request.priority]
@@ -96,7 +90,7 @@ class Planner:
         if len(self.running) >= self._config.max_num_seqs:
             return False
         num_blocks = self._kv_cache.num_blocks(len(sequence.token_ids))
-        return num_blocks - self._count_shared_blocks(sequence) <= self._pool.num_available
+        return num_blocks - self._kv_cache.count_shared_blocks(sequence) <= self._pool.num_available
 
     def plan(self, max_tokens: int | None = None) -> ScheduleBuilder:
         """Spend one token budget: running sequences by priority and age, then admissions."""
@@ -107,14 +101,17 @@ class Planner:
             self._plan_admissions(builder)
         return builder
 
-    def remove(self, sequence: Sequence, *, keep_text: bool) -> None:
-        """Take a sequence out of its queue or slot; `keep_text`: as KVCacheManager.leave."""
+    def end(self, sequence: Sequence, *, keep_text: bool) -> None:
+        """End a sequence that runs or waits; `keep_text`: as KVCacheManager.release."""
         if sequence.status is Status.RUNNING:
-            self._kv_cache.leave(sequence, keep_text=keep_text)
-            self.running.remove(sequence)
-            sequence.request.running.remove(sequence)
+            self._remove_running(sequence, keep_text=keep_text)
         else:
             self.waiting.remove(sequence)
+        sequence.end()
+
+    def _remove_running(self, sequence: Sequence, *, keep_text: bool) -> None:
+        self._kv_cache.release(sequence, keep_text=keep_text)
+        self.running.remove(sequence)
 
     def _plan_running(self, builder: ScheduleBuilder) -> None:
         num_reserved = 0
@@ -165,7 +162,7 @@ class Planner:
             sequence.sequence_id,
             token_ids + drafts,
             start,
-            self._kv_cache.block_table(sequence),
+            sequence.block_table,
             sample,
             num_drafts=len(drafts),
             num_drafts_wanted=num_wanted,
@@ -188,9 +185,8 @@ class Planner:
 
     def _preempt(self, victim: Sequence, builder: ScheduleBuilder) -> None:
         """Take slot and blocks of a running sequence; its text stays cached as long as it can."""
-        self.remove(victim, keep_text=True)
-        victim.was_preempted = True
-        victim.status = Status.WAITING
+        self._remove_running(victim, keep_text=True)
+        victim.preempt()
         self.waiting.add(victim)
         builder.remove(victim.sequence_id)
         builder.preempted.append(victim.sequence_id)
@@ -199,7 +195,7 @@ class Planner:
 
     def _plan_admissions(self, builder: ScheduleBuilder) -> None:
         while self._may_admit(builder):
-            sequence = self.waiting.choose(may_start, self._count_shared_blocks)
+            sequence = self.waiting.choose(self._kv_cache.count_shared_blocks)
             if sequence is None or sequence.sequence_id in builder.preempted:
                 return
             if not self._has_slot(sequence, builder):
@@ -208,7 +204,7 @@ class Planner:
             if hit is None:
                 return
             if not self._has_budget(sequence, builder):
-                self._kv_cache.release(hit)
+                self._kv_cache.release_hit(hit)
                 return
             self._start(sequence, hit)
             builder.admitted.append(sequence)
@@ -221,10 +217,6 @@ class Planner:
         if builder.budget > 0 and len(self.running) < self._config.max_num_seqs:
             return True
         return self.running[-1].request.priority > self.waiting.first_priority
-
-    def _count_shared_blocks(self, sequence: Sequence) -> int:
-        has_cache = self._config.enable_prefix_caching
-        return count_shared_blocks(sequence, self._kv_cache.tree, has_cache=has_cache)
 
     def _has_slot(self, sequence: Sequence, builder: ScheduleBuilder) -> bool:
         """Find a free slot, or one of a sequence of strictly lower priority."""
@@ -249,17 +241,14 @@ class Planner:
 
     def _reserve(self, sequence: Sequence, builder: ScheduleBuilder) -> PrefixHit | None:
         """Hold what the cache has of a sequence, if there are blocks for the rest; else None."""
-        hit = find_prefix(
-            sequence, self._kv_cache.tree, has_cache=self._config.enable_prefix_caching
-        )
-        self._kv_cache.hold(hit)
+        hit = self._kv_cache.find_prefix(sequence)
         num_blocks = self._kv_cache.num_blocks(len(sequence.token_ids)) - len(hit.block_ids)
         num_blocks += self._num_spare_blocks(sequence)
         if self._pool.num_available < num_blocks:
-            self._kv_cache.drop_copy(hit)
+            self._kv_cache.release_copy(hit)
         self._displace(sequence, num_blocks, builder)
         if self._pool.num_available < num_blocks:
-            self._kv_cache.release(hit)
+            self._kv_cache.release_hit(hit)
             return None
         return hit
 
@@ -295,12 +284,8 @@ class Planner:
     def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Give a sequence its slot and blocks."""
         self.waiting.note_admission(sequence)
-        sequence.status = Status.RUNNING
-        sequence.was_preempted = False
-        sequence.num_skips = 0
-        self._kv_cache.enter(sequence, hit)
+        self._kv_cache.start(sequence, hit)
         insort(self.running, sequence, key=_ORDER)
-        sequence.request.running.append(sequence)
 
 
 def _schedule(sequence: Sequence, budget: int) -> ScheduledSequence:

@@ -12,6 +12,7 @@ import hashlib
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 Digest = Callable[[bytes], bytes]
 
@@ -42,6 +43,20 @@ class Node:
         self.block_id = block_id
         self.children: list[Node] = []  # ordered by token_ids
         self.last_used = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefixHit:
+    """What the cache has of a text: blocks to share, and one whose first rows are to be copied.
+
+    `path` holds the tree nodes of the leading `block_ids` (of all of them, with a cache).
+    """
+
+    block_ids: list[int] = field(default_factory=list)
+    path: list[Node] = field(default_factory=list)
+    is_shared: bool = True
+    copy_source: int | None = None
+    num_copied_tokens: int = 0
 
 
 def _token_ids(node: Node) -> tuple[int, ...]:

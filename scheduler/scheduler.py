@@ -7,10 +7,10 @@ from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.invariants import check_results, check_sequences, held_blocks
 from whalepod.scheduler.kv_cache_manager import KVCacheManager
 from whalepod.scheduler.limits import max_total_tokens, queue_full
-from whalepod.scheduler.plan import Plan, Row, RowResult, SequenceOutput, StepResult, TokenLogprob
+from whalepod.scheduler.plan import Plan, Row, RowResult, SequenceOutput, StepResult
 from whalepod.scheduler.planner import Planner, ScheduleBuilder
 from whalepod.scheduler.prefix import PrefixTree
-from whalepod.scheduler.request import FinishDecision, Request, Sequence, Status, decide_finish
+from whalepod.scheduler.request import FinishDecision, Request, Sequence, Status
 from whalepod.scheduler.stats import Stats
 
 
@@ -19,7 +19,8 @@ class Scheduler:
 
     The engine's loop is `plan = step()`, run it, `finish(result)` or `finish_failed(step)`. One
     step is in flight at a time; `add` and `cancel` are allowed at every moment. A sequence that
-    runs or waits, every block and every counter have one owner: this object.
+    runs or waits, every block and every counter have one owner: this object. What happens to a
+    sequence is decided here and in the planner; how its record changes is written in `Sequence`.
     """
 
     def __init__(
@@ -46,7 +47,12 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.tree = PrefixTree(block_tokens=block_tokens, seed=prefix_seed)
         self.pool = BlockPool(num_blocks, self.tree)
-        self._kv_cache = KVCacheManager(self.pool, self.tree, num_lookback_tokens)
+        self._kv_cache = KVCacheManager(
+            self.pool,
+            self.tree,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_lookback_tokens=num_lookback_tokens,
+        )
         self._planner = Planner(config, self._kv_cache)
         self._requests: dict[str, Request] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -71,8 +77,7 @@ class Scheduler:
         already.
         """
         num_tokens = self.check_request(request)
-        request.arrival = self._num_arrivals
-        request.arrival_us = self._clock_us
+        request.arrive(self._num_arrivals, self._clock_us)
         self._num_arrivals += 1
         self._num_queued_requests += 1
         self._requests[request.request_id] = request
@@ -118,11 +123,11 @@ class Scheduler:
         return sequence
 
     def is_queued(self, request_id: str) -> bool:
-        """Say whether a request waits and has never run."""
+        """Return whether a request waits and has never run."""
         request = self._requests.get(request_id)
         if request is None or request.was_admitted:
             return False
-        return not all(sequence.cancelled for sequence in request.sequences)
+        return not all(sequence.is_cancelled for sequence in request.sequences)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or its answer `index` alone, in any state; what is unknown is ignored
@@ -134,8 +139,7 @@ class Scheduler:
         if request is None:
             return
         for sequence in request.sequences:
-            if index in (None, sequence.index) and not sequence.cancelled:
-                sequence.cancelled = True
+            if index in (None, sequence.index) and sequence.cancel():
                 self._cancelled.append(sequence)
         if self._in_flight is None:
             self._drop_cancelled()
@@ -194,12 +198,8 @@ class Scheduler:
     def _count_admission(self, sequence: Sequence) -> None:
         """Report cached tokens once, at the request's first admission: later ones, and its other
         answers, find its own rows there."""
-        request = sequence.request
-        if request.was_admitted:
+        if not sequence.request.note_admission(sequence.num_computed, self._clock_us):
             return
-        request.was_admitted = True
-        request.num_cached_tokens = sequence.num_computed
-        request.queue_us = self._clock_us - request.arrival_us
         self._num_queued_requests -= 1
         self._stats.prefix_cache_queries_tokens += sequence.num_prompt_tokens
         self._stats.prefix_cache_hits_tokens += sequence.num_computed
@@ -246,57 +246,37 @@ class Scheduler:
         if result.error is not None:
             self._fail(sequence.request, result.error, outputs)
             return
-        if sequence.pending_copy is not None:
-            self._kv_cache.note_copied(sequence)
-        decision = decide_finish(sequence, result.token_ids)
-        self._accept(sequence, row, result, decision.num_kept)
+        self._kv_cache.finish_copy(sequence)
+        decision = sequence.accept(row, result)
         output = self._output(sequence, row, result, decision)
-        if output.finish_reason is not None:
+        self._stats.generation_tokens += decision.num_kept
+        if row.num_drafts:
+            self._stats.note_drafts(row.num_drafts, output.num_accepted_drafts)
+        self._kv_cache.cache(sequence)
+        if decision.finish_reason is not None:
             self._end(sequence)
         elif row.num_drafts or row.num_drafts_wanted:
             self._kv_cache.trim(sequence)
         gained = output.token_ids or output.prompt_logprobs or output.finish_reason
-        if gained and not sequence.cancelled:
+        if gained and not sequence.is_cancelled:
             outputs.append(output)
-
-    def _accept(self, sequence: Sequence, row: Row, result: RowResult, num_kept: int) -> None:
-        """Add a row's tokens, roll back what was not accepted, and share the blocks it filled."""
-        num_computed = row.start + len(row.token_ids)
-        if row.num_drafts:
-            num_rejected = row.num_drafts + 1 - len(result.token_ids)
-            num_past_end = max(len(result.token_ids) - 1 - num_kept, 0)
-            num_computed -= num_rejected + num_past_end
-        sequence.num_computed = num_computed
-        sequence.token_ids += result.token_ids[:num_kept]
-        sequence.draft_token_ids = result.draft_token_ids
-        self._stats.generation_tokens += num_kept
-        if row.num_drafts:
-            self._stats.note_drafts(row.num_drafts, min(len(result.token_ids) - 1, num_kept))
-        if num_computed >= (len(sequence.path) + 1) * self.block_tokens:
-            self._kv_cache.cache(sequence)
 
     def _output(
         self, sequence: Sequence, row: Row, result: RowResult, decision: FinishDecision
     ) -> SequenceOutput:
-        num_kept, finish_reason, stop_token_id = decision
-        if finish_reason is None and len(sequence.token_ids) == sequence.num_computed:
-            finish_reason = "length"  # the prompt is computed, and no token was asked for
-        prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        if result.prompt_logprobs:
-            prompt_logprobs = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs)
+        request, num_kept = sequence.request, decision.num_kept
         num_accepted = min(len(result.token_ids) - 1, num_kept) if row.num_drafts else 0
-        request = sequence.request
         return SequenceOutput(
             sequence_id=sequence.sequence_id,
             request_id=request.request_id,
             index=sequence.index,
             token_ids=result.token_ids[:num_kept],
             logprobs=result.logprobs[:num_kept],
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=sequence.take_prompt_logprobs(row.start, result.prompt_logprobs),
             num_cached_tokens=request.num_cached_tokens,
             queue_us=request.queue_us,
-            finish_reason=finish_reason,
-            stop_token_id=stop_token_id,
+            finish_reason=decision.finish_reason,
+            stop_token_id=decision.stop_token_id,
             num_accepted_drafts=num_accepted,
             num_rejected_drafts=row.num_drafts - num_accepted,
         )
@@ -306,7 +286,7 @@ class Scheduler:
         for sequence in list(request.sequences):
             if sequence.status is Status.ENDED:
                 continue
-            if not sequence.cancelled:
+            if not sequence.is_cancelled:
                 outputs.append(
                     SequenceOutput(
                         sequence_id=sequence.sequence_id,
@@ -322,11 +302,10 @@ class Scheduler:
     # ---- the end of a sequence
 
     def _end(self, sequence: Sequence, *, keep_text: bool = True) -> None:
-        self._planner.remove(sequence, keep_text=keep_text)
-        sequence.status = Status.ENDED
+        self._planner.end(sequence, keep_text=keep_text)
         del self._sequences[sequence.sequence_id]
         request = sequence.request
-        if all(sibling.status is Status.ENDED for sibling in request.sequences):
+        if request.has_ended:
             del self._requests[request.request_id]
             if not request.was_admitted:
                 self._num_queued_requests -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import islice
+from operator import attrgetter
 
 from whalepod.scheduler.request import Sequence
 
@@ -56,13 +57,12 @@ class WaitingQueue:
             del self._classes[priority]
             self._priorities.remove(priority)
 
-    def choose(
-        self, may_start: Callable[[Sequence], bool], num_cached: Callable[[Sequence], int]
-    ) -> Sequence | None:
+    def choose(self, num_cached: Callable[[Sequence], int]) -> Sequence | None:
         """Pick who is admitted next: of the first class where anyone may start, the longest
         cached prefix, unless the oldest was preempted or overtaken often enough."""
         for priority in self._priorities:
-            candidates = list(islice(filter(may_start, self._classes[priority]), WINDOW))
+            ready = filter(attrgetter("may_start"), self._classes[priority])
+            candidates = list(islice(ready, WINDOW))
             if not candidates:
                 continue
             oldest = candidates[0]
@@ -76,5 +76,5 @@ class WaitingQueue:
         members = self._classes[sequence.request.priority]
         place = bisect_left(members, _place(sequence), key=_place)
         for older in members[:place]:
-            older.num_skips += 1
+            older.skip()
         self.remove(sequence)
