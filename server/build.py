@@ -89,7 +89,13 @@ def build_core(checkpoint: Checkpoint, placement: ExpertPlacement | None = None)
     return EngineCore(
         _new_scheduler(loaded, runners.num_blocks, eos_token_ids, journal),
         runner,
-        _describe(loaded, runners.cache, speculation, time.monotonic() - checkpoint.started_s),
+        _describe(
+            loaded,
+            runners.cache,
+            eos_token_ids,
+            speculation,
+            load_seconds=time.monotonic() - checkpoint.started_s,
+        ),
         depth=new_depth(config.speculation) if runner.makes_drafts else None,
         seed=config.source.seed,
         hooks=hooks,
@@ -214,7 +220,12 @@ def _new_grammars(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> Grammar
 
 
 def _describe(
-    loaded: LoadedModel, cache: LatentCache, speculation: str, load_seconds: float
+    loaded: LoadedModel,
+    cache: LatentCache,
+    eos_token_ids: frozenset[int],
+    speculation: str,
+    *,
+    load_seconds: float,
 ) -> EngineInfo:
     """Say what the engine is, for the start-up report and the board."""
     config, limits = loaded.engine_config, loaded.engine_config.scheduler
@@ -224,6 +235,7 @@ def _describe(
         kernels=loaded.kernels.name,
         max_model_len=limits.max_model_len,
         vocab_size=loaded.config.vocab_size,
+        eos_token_ids=tuple(sorted(eos_token_ids)),
         num_blocks=cache.rows_LPBC.shape[1],
         block_tokens=BLOCK_TOKENS,
         max_num_seqs=limits.max_num_seqs,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import orjson
 import torch
 
 from whalepod.ep_comm.interface import ExpertPlacement
@@ -217,15 +218,35 @@ def _packed_files(
 
 
 def eos_token_ids_of(loaded: LoadedModel) -> frozenset[int]:
-    """Return the ends of sequence that config.json and generation_config.json name."""
+    """Return the ends of sequence that config.json, generation_config.json and the tokenizer name.
+
+    The gateway gets the same set in `EngineInfo`. Raises StartupError for a file that is damaged.
+    """
     file = loaded.folder / "generation_config.json"
-    try:
-        extra = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except FileNotFoundError:
-        extra = None
-    except (ValueError, AttributeError) as error:
-        raise StartupError(f"{file} cannot be read: {error}") from error
+    extra = _read_object(file).get("eos_token_id")
     ids = [] if extra is None else extra if isinstance(extra, list) else [extra]
     if not all(type(token_id) is int for token_id in ids):
         raise StartupError(f"{file}: eos_token_id must be integers, got {extra!r}")
-    return frozenset(loaded.config.eos_token_ids).union(ids)
+    return frozenset(loaded.config.eos_token_ids).union(ids, _tokenizer_eos_ids(loaded.folder))
+
+
+def _tokenizer_eos_ids(folder: Path) -> Iterator[int]:
+    token = _read_object(folder / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None:
+        for added in _read_object(folder / "tokenizer.json").get("added_tokens", ()):
+            if added["content"] == text:
+                yield added["id"]
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Return a JSON object of a checkpoint, {} if the file is absent."""
+    try:
+        found = orjson.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise StartupError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise StartupError(f"{file} must hold a JSON object, got {type(found).__name__}")
+    return found

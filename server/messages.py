@@ -86,6 +86,8 @@ class EngineInfo:
     weights_bytes: int
     kv_bytes_per_token: int
     load_seconds: float
+    eos_token_ids: tuple[int, ...] = ()
+    """The tokens that end an answer, unless a request ignores them."""
     expert_bytes: int = 0
     """Of the routed experts that are loaded here."""
     num_ranks: int = 1

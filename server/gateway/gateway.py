@@ -114,11 +114,10 @@ class Gateway:
             await self._grammars.close()
 
     def _new_checker(self) -> GrammarChecker:
-        eos = self.tokenizer.transformers.eos_token_id
         return GrammarChecker(
             self.tokenizer.transformers.backend_tokenizer.to_str(),
             self.upstream.info.vocab_size,
-            [] if eos is None else [eos],
+            self.upstream.info.eos_token_ids,
             timeout_s=GRAMMAR_TIMEOUT_S,
         )
 

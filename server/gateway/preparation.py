@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerFast
 
+from whalepod.scheduler.limits import max_total_tokens, prompt_too_long
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.errors import StartupError
-from whalepod.server.gateway.api_errors import ApiError, invalid
+from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.cache_salt import CacheSalt
 from whalepod.server.gateway.continuation import check_prefix, prefix_reasoning
 from whalepod.server.gateway.families.interface import (
@@ -220,25 +221,15 @@ class Preparation:
 
     def _clamp(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> int:
         """Return how many tokens may be generated; more than the context holds is cut."""
-        room = self._info.max_model_len - num_prompt_tokens
-        if room < 0 or (room == 0 and max_tokens != 0):
-            raise self._too_long(str(num_prompt_tokens), param)
-        return room if max_tokens is None else min(room, max_tokens)
+        limit = self._info.max_model_len
+        total = max_total_tokens(num_prompt_tokens, max_tokens, max_model_len=limit, param=param)
+        return total - num_prompt_tokens
 
     def _refuse_hopeless_text(self, texts: Sequence[str], param: str) -> None:
         """Refuse a text that cannot fit before the tokenizer spends seconds on it."""
         fewest = sum(map(self._tokenizer.fewest_tokens, texts))
         if fewest > self._info.max_model_len:
-            raise self._too_long(f"at least {fewest}", param)
-
-    def _too_long(self, num_tokens: str, param: str) -> ApiError:
-        limit = self._info.max_model_len
-        return ApiError(
-            "context_length_exceeded",
-            f"the {param} have {num_tokens} tokens, but this model's maximum context length is "
-            f"{limit} tokens, answer included: shorten the {param}",
-            param,
-        )
+            raise prompt_too_long(f"at least {fewest}", self._info.max_model_len, param)
 
     def check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
         """Raise ApiError when a token id is not one of the model's."""

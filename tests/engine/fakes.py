@@ -262,6 +262,7 @@ def make_core(
         vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_tokens=BLOCK_TOKENS,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         weights_bytes=0, kv_bytes_per_token=8, load_seconds=0.0,
+        eos_token_ids=(EOS,),
     )  # fmt: skip
     settings: dict[str, Any] = {
         "num_blocks": num_blocks,

@@ -201,6 +201,20 @@ def test_ends_that_are_no_tokens_are_one_sentence(tmp_path: Path) -> None:
         Engine(str(folder), **OPTIONS, load_format="dummy")
 
 
+def test_all_files_that_name_ends_of_sequence_count(tmp_path: Path) -> None:
+    folder = synthesize("v3-nano", tmp_path / "nano", with_weights=False)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    names = json.loads((folder / "tokenizer_config.json").read_text())
+    names["eos_token"] = tokens[-1]["content"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+    with Engine(str(folder), **OPTIONS, load_format="dummy") as engine:
+        ends = engine._core.info.eos_token_ids
+
+    assert ends == tuple(sorted({1, 7, tokens[-1]["id"]}))
+
+
 def test_a_model_that_is_nowhere_is_one_sentence() -> None:
     with pytest.raises(StartupError, match="no model"):
         Engine("no such model")

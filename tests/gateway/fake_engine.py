@@ -57,6 +57,7 @@ class FakeEngine:
             weights_bytes=0,
             kv_bytes_per_token=0,
             load_seconds=0.0,
+            eos_token_ids=(self.tokenizer.transformers.eos_token_id,),
         )
 
     @property
