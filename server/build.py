@@ -8,7 +8,9 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
 from whalepod.ep_comm.interface import ExpertPlacement
@@ -42,7 +44,6 @@ from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner, RunnerSequence
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import SamplingState
-from whalepod.server.engine.scripted import TestHooks
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
 from whalepod.server.structured.interface import Compiler
@@ -70,7 +71,8 @@ def build_core(checkpoint: Checkpoint, placement: ExpertPlacement | None = None)
     loaded = load_model(checkpoint, placement)
     config = loaded.engine_config
     eos_token_ids = eos_token_ids_of(loaded)
-    runners = _Runners(loaded)
+    new_sampler, new_core = _choose_classes(loaded, eos_token_ids)
+    runners = _Runners(loaded, new_sampler)
     runner = runners.new(config.speculation)
     warm_up(runner, config.scheduler, config.speculation.max_depth if runner.makes_drafts else 0)
     # a rank of a group has not all experts before the others are there: its guesses mean nothing
@@ -84,9 +86,8 @@ def build_core(checkpoint: Checkpoint, placement: ExpertPlacement | None = None)
             eos_token_ids=eos_token_ids,
         )
     speculation = describe_speculation(config.speculation, runner.draft_makers)
-    hooks = _new_hooks(loaded, eos_token_ids)
     journal = _open_journal(config.record)  # last: a start that fails leaves no file behind
-    return EngineCore(
+    return new_core(
         _new_scheduler(loaded, runners.num_blocks, eos_token_ids, journal),
         runner,
         _describe(
@@ -98,10 +99,24 @@ def build_core(checkpoint: Checkpoint, placement: ExpertPlacement | None = None)
         ),
         depth=new_depth(config.speculation) if runner.makes_drafts else None,
         seed=config.source.seed,
-        hooks=hooks,
         grammars=_new_grammars(loaded, eos_token_ids),
         journal=journal,
     )
+
+
+def _choose_classes(
+    loaded: LoadedModel, eos_token_ids: frozenset[int]
+) -> tuple[Callable[..., Sampler], Callable[..., EngineCore]]:
+    """Return what makes the sampler and the engine: scripted ones with `--test-script`."""
+    path = loaded.engine_config.test_script
+    if path is None:
+        return Sampler, EngineCore
+    if not eos_token_ids:
+        raise StartupError("test_script needs a model with an end-of-sequence token")
+    from whalepod.server.engine.scripted import ScriptedEngine, ScriptedSampler, load_scripts
+
+    find = load_scripts(loaded.folder, Path(path), min(eos_token_ids))
+    return partial(ScriptedSampler, find), partial(ScriptedEngine, find)
 
 
 # -- the runner ---------------------------------------------------------------------------------
@@ -110,7 +125,7 @@ def build_core(checkpoint: Checkpoint, placement: ExpertPlacement | None = None)
 class _Runners:
     """Makes runners of one model, which share its cache, its sampler and its batches."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, new_sampler: Callable[..., Sampler]) -> None:
         config, limits = loaded.engine_config, loaded.engine_config.scheduler
         self._loaded = loaded
         self.cache = new_cache(
@@ -120,7 +135,7 @@ class _Runners:
             dtype=loaded.model.dtype,
         )
         self.num_blocks = self.cache.rows_LPBC.shape[1]
-        self._sampler = Sampler(
+        self._sampler = new_sampler(
             loaded.kernels, by_rejection=config.speculation.speculation_acceptance == "rejection"
         )
         self._batches = BatchBuilder(
@@ -193,16 +208,6 @@ def _open_journal(path: str | None) -> BinaryIO | None:
     # an engine that fails is frozen for the garbage collector: its last steps would be lost
     atexit.register(file.close)
     return file
-
-
-def _new_hooks(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> TestHooks | None:
-    if not loaded.engine_config.enable_test_hooks:
-        return None
-    if not eos_token_ids:
-        raise StartupError("test hooks need a model with an end-of-sequence token")
-    from whalepod.server.engine.script_text import load_encode  # brings transformers with it
-
-    return TestHooks(encode=load_encode(loaded.folder), eos_token_id=min(eos_token_ids))
 
 
 def _new_grammars(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> GrammarStore | None:

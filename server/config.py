@@ -128,7 +128,11 @@ class EngineConfig:
     structured_outputs_backend: Annotated[
         str, "library that keeps answers to their grammars; llguidance is the only one"
     ] = "llguidance"
-    enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
+    enable_test_hooks: Annotated[bool, "allow --test-script"] = False
+    test_script: Annotated[
+        str | None,
+        "JSONL file of answers to prompts that hold a text: see server/engine/scripted.py",
+    ] = None
     record: Annotated[str | None, "write every engine input to this file, for replay"] = None
 
     def __post_init__(self) -> None:
@@ -136,6 +140,10 @@ class EngineConfig:
             raise ValueError(
                 f"structured_outputs_backend ({self.structured_outputs_backend}) must be "
                 "llguidance: other libraries are not supported"
+            )
+        if self.test_script is not None and not self.enable_test_hooks:
+            raise ValueError(
+                "test_script needs enable_test_hooks: add the second or drop the first"
             )
 
 
@@ -162,10 +170,7 @@ class GatewayConfig:
     drain_timeout_s: Annotated[float, "time that a stopping server gives to live requests"] = 30.0
     sse_keep_alive_interval_s: Annotated[float, "a silent stream pings this often"] = 15.0
     ready_timeout_s: Annotated[float, "deadline for the engine to answer /ready"] = 5.0
-    enable_test_hooks: Annotated[bool, "accept the request key test_steps"] = False
-    test_script: Annotated[str | None, "JSONL file of answers to requests without test_steps"] = (
-        None
-    )
+    enable_test_hooks: Annotated[bool, "allow --test-script"] = False
 
     def __post_init__(self) -> None:
         for name in ("port", "admin_port"):
@@ -187,10 +192,6 @@ class GatewayConfig:
         if self.enable_test_hooks and self.host not in ("127.0.0.1", "localhost", "::1"):
             raise ValueError(
                 f"enable_test_hooks needs a loopback host, got {self.host!r}: drop one of the two"
-            )
-        if self.test_script is not None and not self.enable_test_hooks:
-            raise ValueError(
-                "test_script needs enable_test_hooks: add the second or drop the first"
             )
 
     @property

@@ -33,7 +33,6 @@ class Submit:
     priority: int = 0
     """Lower runs first."""
     cache_salt: str = ""
-    test_steps: tuple[str, ...] = ()
     """Test hook: pieces of text to emit, one per step, instead of sampling."""
 
 

@@ -17,7 +17,6 @@ from whalepod.server.engine.grammar import GrammarState, GrammarStore
 from whalepod.server.engine.grammar_queue import Compiling, GrammarQueue
 from whalepod.server.engine.input_processor import InputProcessor
 from whalepod.server.engine.runner import Runner, new_runner_sequence
-from whalepod.server.engine.scripted import Script, ScriptedOutputs, TestHooks
 from whalepod.server.engine.speculation import step_record
 from whalepod.server.messages import (
     STATS_INTERVAL_US,
@@ -55,7 +54,6 @@ class EngineCore:
         *,
         depth: Depth | None = None,
         seed: int = 0,
-        hooks: TestHooks | None = None,
         grammars: GrammarStore | None = None,
         journal: BinaryIO | None = None,
     ) -> None:
@@ -74,11 +72,10 @@ class EngineCore:
         self.scheduler = scheduler
         self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
-        self._intake = InputProcessor(info.vocab_size, hooks, seed)
+        self._intake = InputProcessor(info.vocab_size, seed)
         self._grammars = grammars
         self._grammar_queue = GrammarQueue()
         self._journal = journal
-        self._scripted = ScriptedOutputs()
         self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
         self._now_us = 0
         self._stats_due_us = 0
@@ -175,13 +172,13 @@ class EngineCore:
         if submit.request_id in self._grammar_queue:
             raise RequestRejected("invalid_request", f"request id {submit.request_id!r} is in use")
         try:
-            request, script = self._intake.take(submit)
+            request = self._intake.take(submit)
             self.scheduler.check_request(request, num_coming=len(self._grammar_queue))
         except ValueError as error:
             raise RequestRejected("invalid_request", str(error)) from error
         constraint = submit.params.constraint
         if constraint is None:
-            self._start(request, script, None)
+            self._start(request, None)
             return
         if self._grammars is None:
             raise RequestRejected("invalid_request", "this model has no tokenizer for grammars")
@@ -189,7 +186,7 @@ class EngineCore:
             message = f"{len(self._grammar_queue)} grammars wait to be compiled"
             raise RequestRejected("queue_full", message)
         matcher = self._grammars.matcher(constraint)
-        self._grammar_queue.add(Compiling(request=request, script=script, matcher=matcher))
+        self._grammar_queue.add(Compiling(request=request, matcher=matcher))
         self._has_stats_to_tell = True
 
     def admit_compiled(self) -> list[SequenceOutput]:
@@ -201,24 +198,22 @@ class EngineCore:
             except GrammarError as error:
                 failures.append(_failed_output(compiling.request.request_id, str(error)))
             else:
-                self._start(compiling.request, compiling.script, matcher)
+                self._start(compiling.request, matcher)
         return failures
 
-    def _start(self, request: Request, script: Script | None, matcher: Matcher | None) -> None:
+    def _start(self, request: Request, matcher: Matcher | None) -> None:
         self._note_clock()
         self.scheduler.add(request)
         self._has_stats_to_tell = True
         self._live[request.request_id] = [s.sequence_id for s in request.sequences]
         for sequence in request.sequences:
-            self._add_sequence(sequence, script, matcher)
+            self._add_sequence(sequence, matcher)
 
     def _note_clock(self) -> None:
         self._now_us = time.monotonic_ns() // 1000
         self.scheduler.note_clock(self._now_us)
 
-    def _add_sequence(
-        self, sequence: Sequence, script: Script | None, matcher: Matcher | None
-    ) -> None:
+    def _add_sequence(self, sequence: Sequence, matcher: Matcher | None) -> None:
         request, eos_token_ids = sequence.request, self.scheduler.eos_token_ids
         grammar = None
         if matcher is not None and request.params.constraint is not None:
@@ -229,10 +224,8 @@ class EngineCore:
                 vocab_size=self.info.vocab_size,
                 stop_token_ids=eos_token_ids.union(request.params.stop_token_ids),
             )
-        new = new_runner_sequence(sequence, eos_token_ids, script, grammar)
+        new = new_runner_sequence(sequence, eos_token_ids, grammar)
         self.runner.add(sequence.sequence_id, new)
-        if script is not None:
-            self._scripted.add(sequence.sequence_id, script)
 
     def _abort(self, request_id: str, index: int | None = None) -> StepOutputs | None:
         """Free a request, or one answer of a queued one; without a step to come, say here what the
@@ -312,8 +305,7 @@ class EngineCore:
 
     def finish(self, result: StepResult) -> list[SequenceOutput]:
         """Take the results of the step in flight."""
-        messages = [self._message(output) for output in self.scheduler.finish(result)]
-        return [message for message in messages if message is not None]
+        return [self._message(output) for output in self.scheduler.finish(result)]
 
     def fail(self, plan: Plan) -> None:
         """Keep nothing of the step in flight: its tokens are planned again."""
@@ -346,23 +338,14 @@ class EngineCore:
             logger.exception("step %d failed again: its requests end", again.step)
             return again, _failed_result(again)
 
-    def _message(self, output: SequenceOutput) -> SequenceOutput | None:
-        is_scripted = output.sequence_id in self._scripted
-        whole = self._join_scripted(output) if is_scripted else output
+    def _message(self, output: SequenceOutput) -> SequenceOutput:
         if output.finish_reason is not None:
             self._forget(output.request_id, output.sequence_id)
-        return whole
-
-    def _join_scripted(self, output: SequenceOutput) -> SequenceOutput | None:
-        if output.finish_reason is not None:
-            return self._scripted.join(output.sequence_id, output)
-        num_generated = self.scheduler.sequence(output.sequence_id).num_generated
-        return self._scripted.join_step(output.sequence_id, output, num_generated)
+        return output
 
     def _forget(self, request_id: str, sequence_id: int) -> None:
         """Keep nothing of a sequence that ended."""
         self.runner.drop(sequence_id)
-        self._scripted.drop(sequence_id)
         live = self._live[request_id]
         live.remove(sequence_id)
         if not live:

@@ -37,7 +37,6 @@ class GrammarState:
         self._starts_after = constraint.starts_after
         self._has_begun = constraint.starts_after is None
         self._num_seen = num_prompt_tokens
-        self._follows = True
         self._stops_V = np.zeros(vocab_size, np.bool_)
         self._stops_V[list(stop_token_ids)] = True
         self._before_V: NDArray[np.bool_] | None = None  # before the beginning: None, any
@@ -61,8 +60,8 @@ class GrammarState:
             if not self._has_begun:
                 self._has_begun = token_id == self._starts_after
                 self._num_reasoning = self._reasoning_with(self._num_reasoning, token_id)
-            elif not self._stops_V[token_id] and not self._matcher.consume(token_id):
-                self._follows = False  # a test script wrote it: the sampler cannot
+            elif not self._stops_V[token_id]:
+                self._matcher.consume(token_id)
         self._num_seen = max(self._num_seen, start + len(token_ids))
 
     def allowed(self, before: Sequence[int] = ()) -> NDArray[np.bool_] | None:
@@ -85,8 +84,6 @@ class GrammarState:
                     return None
             elif not matcher.consume(token_id):
                 return None
-        if not self._follows:
-            return None
         if begun:
             return self._allowed_next(matcher)
         is_spent = num_reasoning is not None and num_reasoning >= self._max_reasoning

@@ -7,7 +7,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from whalepod.scheduler.request import Request
-from whalepod.server.engine.scripted import Script
 from whalepod.server.structured.interface import Matcher
 
 MAX_COMPILING = 256
@@ -21,7 +20,6 @@ class Compiling:
     """A request that was taken, and will be queued once its grammar is there."""
 
     request: Request
-    script: Script | None
     matcher: Future[Matcher]
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from whalepod.scheduler.params import Constraint
 from whalepod.scheduler.request import Request
-from whalepod.server.engine.scripted import Script, TestHooks
 from whalepod.server.messages import Submit
 
 MAX_NUM_SEQUENCES = 128
@@ -17,24 +16,22 @@ MAX_NUM_SEQUENCES = 128
 class InputProcessor:
     """Turns what a gateway submits into what a scheduler queues."""
 
-    def __init__(self, vocab_size: int, hooks: TestHooks | None, seed: int | str) -> None:
+    def __init__(self, vocab_size: int, seed: int | str) -> None:
         """`seed` starts the generator of the seeds of requests that bring none."""
         self._vocab_size = vocab_size
-        self._hooks = hooks
         self._seeds = random.Random(seed)
 
     def reseed(self, seed: str) -> None:
         """Start the generator of seeds anew."""
         self._seeds = random.Random(seed)
 
-    def take(self, submit: Submit) -> tuple[Request, Script | None]:
-        """Return the request and its test script. Raises ValueError for what cannot be run."""
+    def take(self, submit: Submit) -> Request:
+        """Return the request. Raises ValueError for what cannot be run."""
         check_submit(submit, self._vocab_size)
-        script = self._script(submit)
         params = submit.params
         if params.seed is None:  # fixed here, so that a resumed request goes on the same way
             params = replace(params, seed=self._seeds.getrandbits(63))
-        request = Request(
+        return Request(
             request_id=submit.request_id,
             prompt_token_ids=submit.prompt_token_ids,
             params=params,
@@ -42,14 +39,6 @@ class InputProcessor:
             priority=submit.priority,
             cache_salt=submit.cache_salt,
         )
-        return request, script
-
-    def _script(self, submit: Submit) -> Script | None:
-        if not submit.test_steps:
-            return None
-        if self._hooks is None:
-            raise ValueError("test_steps needs --enable-test-hooks")
-        return Script(submit.test_steps, self._hooks.encode, self._hooks.eos_token_id)
 
 
 def check_submit(submit: Submit, vocab_size: int) -> None:

@@ -26,7 +26,7 @@ def replay_with_model(file: BinaryIO, runner: Runner) -> Difference | Divergence
 
     Exact for the same model, machine, threads and versions. `runner` is idle, and its cache has
     at least the recorded number of blocks. Steps that failed are not run; rows that ended with an
-    error, what a test script emitted, and texts with a grammar cannot be repeated and are not
+    error, and texts with a grammar cannot be repeated and are not
     compared.
     """
     made: list[_ExecutingScheduler] = []

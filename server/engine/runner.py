@@ -20,7 +20,6 @@ from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.grammar import GrammarState
 from whalepod.server.engine.sampler import Sampler, SampleRequest, SamplerOutput, logprobs
 from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
-from whalepod.server.engine.scripted import Script, ScriptError
 from whalepod.server.engine.speculation import JudgedRow, Speculator
 
 PROMPT_LOGPROB_ROWS = 64
@@ -49,7 +48,6 @@ class RunnerSequence:
 
     state: SamplingState
     wants_prompt_logprobs: bool = False
-    script: Script | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -59,7 +57,6 @@ class RunnerSequence:
 def new_runner_sequence(
     sequence: Sequence,
     eos_token_ids: frozenset[int],
-    script: Script | None = None,
     grammar: GrammarState | None = None,
 ) -> RunnerSequence:
     """Return what the runner needs of a sequence that the scheduler has queued."""
@@ -72,9 +69,7 @@ def new_runner_sequence(
         eos_token_ids.union(params.stop_token_ids),
         grammar,
     )
-    return RunnerSequence(
-        state=state, wants_prompt_logprobs=sequence.reports_prompt_logprobs, script=script
-    )
+    return RunnerSequence(state=state, wants_prompt_logprobs=sequence.reports_prompt_logprobs)
 
 
 @dataclass(slots=True)
@@ -96,8 +91,7 @@ class _Rows:
         return self.begin + position - 1 - self.row.start
 
     def text_end(self) -> JudgedRow:
-        """Return where the text ends. A scripted text, which the model would not write, and one
-        that failed get no drafts."""
+        """Return where the text ends. One that failed gets no drafts."""
         num_true = len(self.row.token_ids) - self.row.num_drafts + max(len(self.token_ids) - 1, 0)
         return JudgedRow(
             row=self.row,
@@ -105,7 +99,7 @@ class _Rows:
             num_true=num_true,
             token_id=self.token_ids[-1] if self.token_ids else None,
             hidden_row=self.begin + num_true - 1,
-            wants_drafts=bool(self.token_ids) and not self.error and not self.sequence.script,
+            wants_drafts=bool(self.token_ids) and not self.error,
         )
 
 
@@ -164,8 +158,8 @@ class Runner:
 
         num_passes  how often the draft layer runs in this step on every rank of a group
 
-        A row whose logits are not finite, or whose script fails, carries an error; what fails the
-        whole step is raised, and the step may be run again.
+        A row whose logits are not finite carries an error; what fails the whole step is raised,
+        and the step may be run again.
         """
         started = time.perf_counter_ns()
         for copy in plan.copies:
@@ -225,7 +219,7 @@ class Runner:
         samples = self.sampler.sample(logits_BV, wanted)
         for span in spans:
             if span.row.sample:
-                _judge(span, samples, logits_BV)
+                _judge(span, samples)
 
     def _want(self, span: _Rows, wanted: list[SampleRequest]) -> None:
         """Ask for a token behind each number of drafts, as if they were right: if one is not,
@@ -279,7 +273,7 @@ def _add_drafts(
             spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
 
 
-def _judge(span: _Rows, samples: SamplerOutput, logits_BV: Tensor) -> None:
+def _judge(span: _Rows, samples: SamplerOutput) -> None:
     """Keep the choices up to the first that is not the draft; it is the row's last token."""
     first = span.first_choice
     num_accepted = 0
@@ -291,18 +285,3 @@ def _judge(span: _Rows, samples: SamplerOutput, logits_BV: Tensor) -> None:
         span.logprobs = tuple([x for x in samples.logprobs[first:stop] if x is not None])
     if True in samples.is_fault[first:stop]:
         span.error = "the model's logits are not finite"
-    elif span.sequence.script is not None:
-        try:
-            _follow_script(span, span.sequence.script, logits_BV[first])
-        except ScriptError as error:
-            span.error = str(error)
-
-
-def _follow_script(span: _Rows, script: Script, logits_V: Tensor) -> None:
-    """Replace the sampler's choice by the token of the script, scored with the same logits."""
-    num_generated = span.row.start + len(span.row.token_ids)
-    token_id = script.token(num_generated - span.sequence.state.num_prompt_tokens)
-    span.token_ids = (token_id,)
-    if span.logprobs:
-        (logprob,) = logprobs(logits_V[None], [token_id], len(span.logprobs[0].top))
-        span.logprobs = (logprob,)

@@ -178,7 +178,7 @@ CHAT_NAMES: Final[FieldNames] = field_names(
 _SAME: Final = (
     *("max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("priority", "cache_salt", "chat_template_kwargs", "test_steps"),
+    *("priority", "cache_salt", "chat_template_kwargs"),
 )
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 

@@ -86,19 +86,13 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TI
 
 
 def parse_json(body: bytes) -> object:
-    """Decode JSON strictly: UTF-8, no NaN, no lone surrogates, bounded depth.
-
-    Only `test_steps` may hold lone surrogates: there they stand for half a character.
-    """
+    """Decode JSON strictly: UTF-8, no NaN, no lone surrogates, bounded depth."""
     if is_deeper_than(body, MAX_JSON_DEPTH):
         raise invalid(None, f"the JSON body is nested deeper than {MAX_JSON_DEPTH} levels")
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        data, paths = _with_lone_surrogates(body)
-        if paths and all(path.startswith("test_steps[") for path in paths):
-            return data
-        param = next((path for path in paths if not path.startswith("test_steps[")), None)
+        param = _place_of_lone_surrogate(body)
         where = f"{param}: " if param else ""
         raise invalid(param, f"{where}the body is not valid JSON: {error}") from None
 
@@ -111,13 +105,13 @@ def is_deeper_than(body: bytes, depth: int) -> bool:
     return bool(levels.max(initial=0) > depth)
 
 
-def _with_lone_surrogates(body: bytes) -> tuple[object, list[str]]:
-    """Decode JSON whose fault may be strings that no UTF-8 text can hold; return their paths."""
+def _place_of_lone_surrogate(body: bytes) -> str | None:
+    """Return the path of the first string that no UTF-8 text can hold, if that is the fault."""
     try:
         data = json.loads(body, parse_constant=_refuse_constant)
     except ValueError:
-        return None, []
-    return data, [path for path, text in _strings(data, ()) if not _is_encodable(text)]
+        return None
+    return next((path for path, text in _strings(data, ()) if not _is_encodable(text)), None)
 
 
 def _refuse_constant(name: str) -> None:

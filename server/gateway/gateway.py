@@ -7,8 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TypeVar
 
 from fastapi import Request
 
@@ -30,15 +28,11 @@ from whalepod.server.gateway.metrics import Metrics
 from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
 from whalepod.server.gateway.response_store import ResponseStore
-from whalepod.server.gateway.schema import SamplingFields
-from whalepod.server.gateway.scripted_turns import read_script, steps_for
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.structured.checker import GrammarChecker
 from whalepod.server.structured.interface import CompilerUnavailableError, GrammarError
 
 logger = logging.getLogger(__name__)
-
-Body = TypeVar("Body", bound=SamplingFields)
 
 
 class Gateway:
@@ -62,12 +56,9 @@ class Gateway:
             reasoning_parser=config.reasoning_parser,
             tool_call_parser=config.tool_call_parser,
         )
-        self.preparation = Preparation(
-            upstream.info, tokenizer, default_params, config.enable_test_hooks, family
-        )
+        self.preparation = Preparation(upstream.info, tokenizer, default_params, family)
         self.stored_responses = ResponseStore(MAX_STORED_RESPONSES, MAX_STORED_RESPONSES_BYTES)
         self._grammars: GrammarChecker | None = None
-        self._script = read_script(Path(config.test_script)) if config.test_script else []
         self.model_names: Sequence[str] = config.served_model_name or (upstream.info.model_type,)
         self.created = int(time.time())
         self.system_fingerprint = _fingerprint(upstream)
@@ -81,14 +72,6 @@ class Gateway:
             message = f"the model {name!r} does not exist here; this server has: {known}"
             raise ApiError("model_not_found", message, "model")
         return name
-
-    def scripted(self, body: Body, route: str) -> Body:
-        """Return the request with the steps that the test script has for it, if any."""
-        if not self._script or body.test_steps is not None:
-            return body
-        role, text = body.last_words
-        steps = steps_for(self._script, route, role, text)
-        return body if steps is None else body.model_copy(update={"test_steps": steps})
 
     async def check_grammars(self, runs: Sequence[PromptRun]) -> None:
         """Return when the grammars of a request are known to compile; ApiError says why not."""

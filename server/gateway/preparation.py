@@ -70,13 +70,11 @@ class Preparation:
         info: EngineInfo,
         tokenizer: TextTokenizer,
         default_params: Mapping[str, float],
-        enable_test_hooks: bool,
         family: Family | None = None,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self._default_params = default_params
-        self._enable_test_hooks = enable_test_hooks
         self._family = family
         self._cache_salt = CacheSalt()
         self._constraints = Constraints(family, tokenizer)
@@ -262,8 +260,6 @@ class Preparation:
         first_index: int = 0,
         echo: bool = False,
     ) -> PromptRun:
-        if request.test_steps is not None and not self._enable_test_hooks:
-            raise invalid("test_steps", "test_steps needs a server with --enable-test-hooks")
         submit = Submit(
             request_id=secrets.token_hex(16),
             prompt_token_ids=tuple(token_ids),
@@ -271,7 +267,6 @@ class Preparation:
             num_sequences=request.n or 1,
             priority=request.priority or 0,
             cache_salt=self._cache_salt(request.cache_salt),
-            test_steps=tuple(request.test_steps or ()),
         )
         return PromptRun(
             submit=submit,

@@ -178,7 +178,7 @@ CHAT_NAMES: Final[FieldNames] = field_names(
 _SAME: Final = (
     *("model", "parallel_tool_calls", "temperature", "top_p", "stream", "user"),
     *("top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("priority", "cache_salt", "prompt_cache_key", "chat_template_kwargs", "test_steps"),
+    *("priority", "cache_salt", "prompt_cache_key", "chat_template_kwargs"),
 )
 
 LOGPROBS: Final = "message.output_text.logprobs"

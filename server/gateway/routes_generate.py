@@ -43,7 +43,7 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     header = gateway.header("chatcmpl", body.model)
     return await answer(
         request,
-        lambda: gateway.preparation.chat(gateway.scripted(body, request.url.path)),
+        lambda: gateway.preparation.chat(body),
         lambda runs: ChatEncoder(header, _options(body, runs), gateway.tokenizer),
         stream=body.stream,
     )
@@ -56,7 +56,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     header = gateway.header("cmpl", body.model)
     return await answer(
         request,
-        lambda: gateway.preparation.completion(gateway.scripted(body, request.url.path)),
+        lambda: gateway.preparation.completion(body),
         lambda runs: CompletionEncoder(header, _options(body, runs), gateway.tokenizer),
         stream=body.stream,
     )
@@ -71,7 +71,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
 
     def chat() -> list[PromptRun]:
         chat = chat_of_items(body, context.items, context.earlier_items)
-        return gateway.preparation.chat(gateway.scripted(chat, request.url.path))
+        return gateway.preparation.chat(chat)
 
     def new_encoder(runs: Sequence[PromptRun]) -> ResponsesEncoder:
         params = runs[0].submit.params
@@ -93,7 +93,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     model = gateway.check_model(body.model)
 
     def chat() -> list[PromptRun]:
-        return gateway.preparation.chat(gateway.scripted(chat_of_messages(body), request.url.path))
+        return gateway.preparation.chat(chat_of_messages(body))
 
     def new_encoder(runs: Sequence[PromptRun]) -> AnthropicEncoder:
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from whalepod.server.gateway.limits import (
     MAX_NUM_CHOICES,
@@ -12,7 +12,6 @@ from whalepod.server.gateway.limits import (
     MAX_NUM_MESSAGES,
     MAX_NUM_STOP_TOKEN_IDS,
     MAX_NUM_STOPS,
-    MAX_NUM_TEST_STEPS,
     MAX_SHORT_TEXT_CHARS,
     MAX_STOP_CHARS,
 )
@@ -90,16 +89,6 @@ def _is_token_list(value: object) -> bool:
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
 
 
-def _check_test_step(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be a string")
-    return value
-
-
-# pydantic's own check of a string refuses the surrogates that stand for half a character
-TestStep = Annotated[str, PlainValidator(_check_test_step, json_schema_input_type=str)]
-
-
 def _instead(name: str, *harmless: object) -> BeforeValidator:
     """Refuse a field of other servers or other times that would change the answer."""
 
@@ -159,16 +148,10 @@ class SamplingFields(Schema):
     guided_regex: Annotated[None, _instead("structured_outputs.regex")] = None
     guided_choice: Annotated[None, _instead("structured_outputs.choice")] = None
     guided_grammar: Annotated[None, _instead("structured_outputs.grammar")] = None
-    test_steps: Annotated[list[TestStep], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def last_words(self) -> tuple[str | None, str]:
-        """The role and the text of what is to be answered; no role: a raw prompt."""
-        return None, ""
 
 
 class Message(Schema):
@@ -222,10 +205,6 @@ class ChatRequest(SamplingFields, TemplateFields):
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Another name of `thinking.budget_tokens`: after so many tokens the reasoning is closed."""
 
-    @property
-    def last_words(self) -> tuple[str | None, str]:
-        return self.messages[-1].role, self.messages[-1].content or ""
-
 
 Prompt = Annotated[
     list[str | list[int]],
@@ -241,10 +220,6 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     suffix: str | None = None
     response_format: ResponseFormat | None = None
-
-    @property
-    def last_words(self) -> tuple[str | None, str]:
-        return None, "\n".join(prompt for prompt in self.prompt if isinstance(prompt, str))
 
 
 class TokenizeRequest(TemplateFields):
@@ -266,7 +241,6 @@ class ChatExtensions(Schema):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: ShortText | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    test_steps: Annotated[list[str], Field(max_length=MAX_NUM_TEST_STEPS)] | None = None
 
 
 class AbortRequest(Schema):

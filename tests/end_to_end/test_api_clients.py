@@ -18,6 +18,7 @@ from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.families.transcripts import block, v31_call
 from tests.gateway.serving import serving
 from whalepod.server.config import GatewayConfig
+from whalepod.server.engine.scripted import ScriptFile
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.tokenizer import TextTokenizer
 
@@ -28,12 +29,12 @@ IMAGE_TESTS = {"chat-image-input", "image-input", "anth-image-input"}
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
 TURNS = [
-    {"last_role": "tool", "steps": ["It is ", "42."]},
+    {"contains": "<｜tool▁outputs▁begin｜>", "steps": ["It is ", "42."]},
     {
         "contains": "weather",
         "steps": ["why</think>Wait\n\n", *block(v31_call("w", '{"city":"A"}'))],
     },
-    {"contains": "think", "steps": ["so ", "and so</think>", "Hel", "lo"]},
+    {"contains": "｜>think", "steps": ["so ", "and so</think>", "Hel", "lo"]},
     {"contains": "Paris", "steps": ['{"city":"Paris",', '"is_large":true}']},
 ]
 
@@ -51,15 +52,13 @@ class Flag(BaseModel):
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server whose engine answers by a script; the rest of it is real."""
     folder = tmp_path_factory.mktemp("clients")
-    routes = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-    lines = [json.dumps({"route": route, **turn}) for route in routes for turn in TURNS]
     script = folder / "script.jsonl"
-    script.write_text("\n".join(lines))
-    config = GatewayConfig(
-        served_model_name=("tiny",), enable_test_hooks=True, test_script=str(script)
-    )
+    script.write_text("\n".join(map(json.dumps, TURNS)))
+    config = GatewayConfig(served_model_name=("tiny",))
     tokenizer = TextTokenizer.from_folder(write_tokenizer(folder))
-    with serving(create_app(config, FakeEngine(tokenizer), tokenizer)) as port:
+    with serving(
+        create_app(config, FakeEngine(tokenizer, turns=ScriptFile(script)), tokenizer)
+    ) as port:
         yield f"http://127.0.0.1:{port}"
 
 

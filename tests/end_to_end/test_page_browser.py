@@ -62,7 +62,7 @@ def engine(tokenizer: TextTokenizer) -> FakeEngine:
 @contextmanager
 def page_of(browser: Browser, engine: FakeEngine, *keys: str, **context: Any) -> Iterator[Page]:
     """Open the page; fails afterwards if it logged an error or asked any other host."""
-    config = GatewayConfig(served_model_name=("tiny",), enable_test_hooks=True, api_key=keys)
+    config = GatewayConfig(served_model_name=("tiny",), api_key=keys)
     problems: list[str] = []
     with ExitStack() as stack:
         port = stack.enter_context(serving(create_app(config, engine, engine.tokenizer)))
@@ -84,13 +84,9 @@ def page(browser: Browser, engine: FakeEngine) -> Iterator[Page]:
         yield page
 
 
-def script(page: Page, *steps: str, **fields: Any) -> None:
+def script(engine: FakeEngine, *steps: str) -> None:
     """Have the next answers say `steps`, one piece at a time."""
-    more = page.get_by_label("More fields")
-    if not more.is_visible():
-        page.get_by_role("button", name="Settings").click()
-    more.fill(json.dumps({"test_steps": steps, **fields}))
-    page.get_by_role("button", name="Close").click()
+    engine.says = steps
 
 
 def send(page: Page, text: str) -> None:
@@ -112,7 +108,7 @@ def status(page: Page) -> Any:
 
 
 def test_an_answer_streams_and_is_measured(page: Page, engine: FakeEngine) -> None:
-    script(page, "Whales ", "are **big**", ".")
+    script(engine, "Whales ", "are **big**", ".")
     send(page, "Tell me")
 
     answer = messages(page).nth(1)
@@ -125,8 +121,10 @@ def test_an_answer_streams_and_is_measured(page: Page, engine: FakeEngine) -> No
     expect(answer.locator(".measures")).to_contain_text(" tokens")
 
 
-def test_the_end_of_an_answer_is_announced_and_not_its_tokens(page: Page) -> None:
-    script(page, *(f"piece{i} " for i in range(20)))
+def test_the_end_of_an_answer_is_announced_and_not_its_tokens(
+    page: Page, engine: FakeEngine
+) -> None:
+    script(engine, *(f"piece{i} " for i in range(20)))
     page.evaluate(
         """() => {
             window.said = [];
@@ -144,7 +142,7 @@ def test_the_end_of_an_answer_is_announced_and_not_its_tokens(page: Page) -> Non
 
 def test_escape_stops_the_answer_in_the_engine_too(page: Page, engine: FakeEngine) -> None:
     engine.step_delay_s = 0.05
-    script(page, *["more "] * 2000)
+    script(engine, *["more "] * 2000)
     send(page, "Never end")
     expect(messages(page).nth(1).locator(".prose")).to_contain_text("more more")
     page.keyboard.press("Escape")
@@ -170,11 +168,11 @@ def test_an_edited_message_is_a_new_branch(page: Page, engine: FakeEngine) -> No
     assert len(engine.submitted) == 2
 
 
-def test_regenerating_keeps_the_other_answer(page: Page) -> None:
-    script(page, "one")
+def test_regenerating_keeps_the_other_answer(page: Page, engine: FakeEngine) -> None:
+    script(engine, "one")
     send(page, "count")
     finished(page)
-    script(page, "two")
+    script(engine, "two")
     page.get_by_role("button", name="Regenerate").click()
 
     answer = messages(page).nth(1)
@@ -215,8 +213,10 @@ def test_a_broken_setting_is_an_error_that_names_it(page: Page, engine: FakeEngi
     assert engine.submitted == []
 
 
-def test_a_failure_in_the_middle_keeps_the_text_and_says_why(page: Page) -> None:
-    script(page, "so far", "!raise")
+def test_a_failure_in_the_middle_keeps_the_text_and_says_why(
+    page: Page, engine: FakeEngine
+) -> None:
+    script(engine, "so far", "!raise")
     send(page, "hi")
 
     expect(messages(page).nth(1).locator(".prose")).to_have_text("so far")
@@ -233,7 +233,7 @@ def test_thoughts_and_tool_calls_are_folded_and_results_go_back(
     page.get_by_label("Thinking").select_option("on")
     page.get_by_label("Tools").fill(json.dumps([WEATHER]))
     call = block(v31_call("weather", '{"city": "Hangzhou"}'))
-    script(page, "I need ", "a tool.", "</think>", *cut_at(call, range(1, len(call))))
+    script(engine, "I need ", "a tool.", "</think>", *cut_at(call, range(1, len(call))))
     send(page, "Weather?")
 
     thoughts = page.locator("details", has_text="Thoughts")
@@ -244,7 +244,7 @@ def test_thoughts_and_tool_calls_are_folded_and_results_go_back(
     expect(shown.locator("pre")).to_contain_text('"city": "Hangzhou"')
     finished(page)
     expect(status(page)).to_have_text("The model calls weather.")
-    script(page, "</think>Sunny.")
+    script(engine, "</think>Sunny.")
     page.get_by_label("Result of weather").fill("25 degrees")
     page.get_by_role("button", name="Send results").click()
 
@@ -278,14 +278,14 @@ def test_conversations_survive_a_reload_and_can_be_exported_and_deleted(page: Pa
     expect(page.get_by_role("button", name="Remember me", exact=True)).to_have_count(0)
 
 
-def test_hostile_markdown_runs_nothing_and_asks_nobody(page: Page) -> None:
+def test_hostile_markdown_runs_nothing_and_asks_nobody(page: Page, engine: FakeEngine) -> None:
     hostile = (
         "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
         "<style>body{display:none}</style>\n\n![pixel](http://127.0.0.1:9/leak.png)\n\n"
         "[go](javascript:window.hacked=1) <form action=/x><button>b</button></form>\n\n"
         "```html\n<b>safe</b>\n```\n"
     )
-    script(page, hostile)
+    script(engine, hostile)
     send(page, "attack")
     finished(page)
 
@@ -300,7 +300,7 @@ def test_hostile_markdown_runs_nothing_and_asks_nobody(page: Page) -> None:
 def test_code_is_copied(browser: Browser, engine: FakeEngine) -> None:
     allowed = ["clipboard-read", "clipboard-write"]
     with page_of(browser, engine, permissions=allowed) as page:
-        script(page, "```python\nx = 1\n```")
+        script(engine, "```python\nx = 1\n```")
         send(page, "code")
         finished(page)
         page.locator(".code").get_by_role("button", name="Copy").click()
@@ -446,7 +446,7 @@ def test_the_switch_of_colours_is_remembered(page: Page) -> None:
 
 def test_nothing_is_wider_than_a_small_telephone(browser: Browser, engine: FakeEngine) -> None:
     with page_of(browser, engine, viewport=NARROW) as page:
-        script(page, "word " * 60 + "\n\n```\n" + "x" * 300 + "\n```\n\n" + "y" * 200)
+        script(engine, "word " * 60 + "\n\n```\n" + "x" * 300 + "\n```\n\n" + "y" * 200)
         send(page, "z" * 300)
         finished(page)
         for view in VIEWS:
@@ -463,7 +463,9 @@ def test_axe_finds_nothing_serious(
 ) -> None:
     viewport = {"width": width, "height": 800}
     with page_of(browser, engine, color_scheme=scheme, viewport=viewport) as page:
-        script(page, "# Title\n\nText with `code` and\n\n```python\nx\n```\n\n| a |\n| - |\n| 1 |")
+        script(
+            engine, "# Title\n\nText with `code` and\n\n```python\nx\n```\n\n| a |\n| - |\n| 1 |"
+        )
         send(page, "hello")
         finished(page)
         page.evaluate(AXE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, BinaryIO
 
@@ -29,7 +31,7 @@ from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import seed_of_branch
-from whalepod.server.engine.scripted import TestHooks
+from whalepod.server.engine.scripted import FindScript, Script, ScriptedEngine, ScriptedSampler
 from whalepod.server.engine.speculation import Speculator
 from whalepod.server.messages import EngineInfo, StepOutputs
 
@@ -225,7 +227,7 @@ def make_core(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 512,
     model: FakeModel | None = None,
-    hooks: bool = False,
+    steps: Sequence[str] = (),
     grammars: GrammarStore | None = None,
     mtp: FakeMtp | None = None,
     has_mtp: bool = True,
@@ -237,7 +239,8 @@ def make_core(
 ) -> EngineCore:
     """Build an engine around the fake model; unwritten cache rows are NaN.
 
-    With `depth` it drafts with `mtp` (None: a draft model of its own) if it `has_mtp`.
+    With `steps` it answers every prompt by this script. With `depth` it drafts with `mtp` (None: a
+    draft model of its own) if it `has_mtp`.
     """
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -246,7 +249,9 @@ def make_core(
         **scheduler_options,
     )
     cache = poisoned_cache(num_blocks)
-    sampler = Sampler(NoiseKernels(), by_rejection=by_rejection)  # type: ignore[arg-type]
+    find: FindScript = lambda prompt: Script(steps, encode_letters, EOS)  # noqa: E731
+    new_sampler = partial(ScriptedSampler, find) if steps else Sampler
+    sampler = new_sampler(NoiseKernels(), by_rejection=by_rejection)  # type: ignore[arg-type]
     batches = BatchBuilder(
         max_tokens=max_num_batched_tokens, max_rows=max_num_seqs, max_model_len=max_model_len
     )
@@ -269,14 +274,14 @@ def make_core(
         "eos_token_ids": frozenset({EOS}),
         "num_lookback_tokens": int(depth is not None and has_mtp),
     }
-    return EngineCore(
+    new_core = partial(ScriptedEngine, find) if steps else EngineCore
+    return new_core(
         Scheduler(config, **settings)
         if journal is None
         else RecordedScheduler(config, file=journal, **settings),
         runner,
         info,
         depth=depth,
-        hooks=TestHooks(encode=encode_letters, eos_token_id=EOS) if hooks else None,
         grammars=grammars,
     )
 

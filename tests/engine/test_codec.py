@@ -77,7 +77,6 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
         prompt_token_ids=TOKENS,
         params=PARAMS,
         num_sequences=INT64,
-        test_steps=st.lists(st.text() | st.just("\udcf0\udc9f"), max_size=3).map(tuple),
     ),
     st.builds(Abort, request_id=st.text()),
     st.builds(Ping, nonce=INT64),
@@ -116,7 +115,7 @@ def test_random_bytes_raise_message_errors_only() -> None:
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=8,
 ), st.sampled_from(sorted(codec.MESSAGE_TYPES)), st.sampled_from(
-    ["prompt_token_ids", "params", "outputs", "stats", "nonce", "request_id", "test_steps"]
+    ["prompt_token_ids", "params", "outputs", "stats", "nonce", "request_id"]
 ))  # fmt: skip
 @settings(max_examples=300)
 def test_well_formed_maps_of_wrong_types_raise_message_errors_only(

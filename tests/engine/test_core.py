@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -21,7 +23,10 @@ from tests.engine.fakes import (
 )
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import SequenceOutput
+from whalepod.server.config import EngineConfig
 from whalepod.server.engine.core import EngineCore
+from whalepod.server.engine.scripted import ScriptFile
+from whalepod.server.errors import StartupError
 from whalepod.server.messages import (
     Abort,
     Ping,
@@ -371,9 +376,10 @@ def test_logits_that_are_not_finite_end_that_request_only() -> None:
 # -- test hooks ---------------------------------------------------------------------------------
 
 
-def scripted(core: EngineCore, *pieces: str, **changes: object) -> list[SequenceOutput]:
-    params = replace(GREEDY, ignore_eos=False, **changes)  # type: ignore[arg-type]
-    message = Submit(request_id="a", prompt_token_ids=text(5), params=params, test_steps=pieces)
+def scripted(*steps: str, model: FakeModel | None = None, **changes: Any) -> list[SequenceOutput]:
+    core = make_core(steps=steps, model=model)
+    params = replace(GREEDY, ignore_eos=False, **changes)
+    message = Submit(request_id="a", prompt_token_ids=text(5), params=params)
     assert core.receive([message]) == []
     outputs = []
     while core.has_work:
@@ -384,8 +390,9 @@ def scripted(core: EngineCore, *pieces: str, **changes: object) -> list[Sequence
     return outputs
 
 
-def test_a_script_emits_its_pieces_one_per_output_then_eos() -> None:
-    outputs = scripted(make_core(hooks=True), "hello", "w", "", "orld", logprobs=1)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_script_emits_its_pieces_one_per_output_then_eos(temperature: float) -> None:
+    outputs = scripted("hello", "w", "", "orld", logprobs=1, temperature=temperature)
 
     pieces = [list(output.token_ids) for output in outputs]
     assert pieces == [encode_letters("hello"), encode_letters("w"), encode_letters("orld"), [EOS]]
@@ -394,36 +401,66 @@ def test_a_script_emits_its_pieces_one_per_output_then_eos() -> None:
 
 
 def test_a_script_is_cut_at_the_budget() -> None:
-    outputs = scripted(make_core(hooks=True), "hello", "world", max_tokens=7)
+    outputs = scripted("hello", "world", max_tokens=7)
 
     assert [len(output.token_ids) for output in outputs] == [5, 2]
     assert outputs[-1].finish_reason == "length"
 
 
 def test_a_script_can_fail_its_step() -> None:
-    outputs = scripted(make_core(hooks=True), "ab", "!raise", "cd")
+    outputs = scripted("ab", "!raise", "cd")
 
     assert [output.finish_reason for output in outputs] == [None, "error"]
-    assert "after 2 tokens" in (outputs[-1].error or "")
+    assert "not finite" in (outputs[-1].error or "")
 
 
 def test_a_script_survives_failed_steps() -> None:
     model = FakeModel()
     model.fails_at = {2, 4}
 
-    outputs = scripted(make_core(hooks=True, model=model), "abc", "d")
+    outputs = scripted("abc", "d", model=model)
 
     assert [len(output.token_ids) for output in outputs] == [3, 1, 1]
 
 
-def test_scripts_are_refused_without_the_flag() -> None:
-    core = make_core()
-    message = Submit(request_id="a", prompt_token_ids=(1,), params=GREEDY, test_steps=("x",))
+def test_the_text_that_stands_last_in_a_prompt_has_the_word(tmp_path: Path) -> None:
+    path = tmp_path / "script.jsonl"
+    path.write_text('{"contains": "weather", "steps": ["call"]}\n\n')
+    turns = ScriptFile(path)
+    assert turns.find("the weather? <result> 12") == ["call"]
+    with path.open("a") as file:
+        file.write('{"contains": "<result>", "steps": ["\\udcf0", "b"]}\n')
 
-    (reply,) = core.receive([message])
+    assert turns.find("the weather?") == ["call"]
+    assert turns.find("the weather? <result> 12") == ["\udcf0", "b"]
+    assert turns.find("the weather? <result> 12 and the weather") == ["call"]
+    assert turns.find("the time?") is None
 
-    assert isinstance(reply, Rejected)
-    assert "--enable-test-hooks" in reply.message
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"contains": "a"}',
+        '{"contains": "", "steps": ["a"]}',
+        '{"contains": "a", "steps": []}',
+        '{"contains": "a", "steps": [1]}',
+        '{"contains": "a", "steps": ["a"], "rol": "user"}',
+        "[]",
+        "{",
+    ],
+)
+def test_a_script_that_makes_no_sense_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "script.jsonl"
+    path.write_text(f"\n{line}\n\n")
+    with pytest.raises(StartupError, match="line 2: must be like"):
+        ScriptFile(path)
+
+
+def test_a_script_needs_a_file_and_the_hooks(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="cannot be read"):
+        ScriptFile(tmp_path / "none")
+    with pytest.raises(ValueError, match="test_script needs enable_test_hooks"):
+        EngineConfig(test_script="x")
 
 
 # -- random histories ---------------------------------------------------------------------------

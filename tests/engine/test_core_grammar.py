@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.fakes import EOS, VOCAB_SIZE, FakeMtp, encode_letters, make_core, run_to_end
+from tests.engine.fakes import EOS, VOCAB_SIZE, FakeMtp, make_core, run_to_end
 from tests.ladders import LadderCompiler, Rungs
 from whalepod.mtp.depth import FixedDepth
 from whalepod.scheduler.params import Constraint, SamplingParams
@@ -141,14 +141,6 @@ def test_a_reasoning_that_the_model_opens_is_closed_when_its_budget_is_spent(
         opened = text.index(THINK) + 1 if text in thinking else 60
         closed = [opened + budget] if text in thinking else []
         assert [i for i, token_id in enumerate(text) if token_id == THINK_END] == closed
-
-
-def test_a_scripted_text_may_break_its_grammar(grammars: GrammarStore) -> None:
-    core = make_core(grammars=grammars, hooks=True)
-
-    core.receive([submit("a", test_steps=("zz", "top"))])
-
-    assert list(run_to_end(core)["a", 0].token_ids) == [*encode_letters("zztop"), EOS]
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_text(grammars: GrammarStore) -> None:

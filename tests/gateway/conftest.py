@@ -80,7 +80,7 @@ def engine(tokenizer: TextTokenizer) -> FakeEngine:
 
 @pytest.fixture
 def client(engine: FakeEngine, tokenizer: TextTokenizer) -> Iterator[TestClient]:
-    config = GatewayConfig(served_model_name=("tiny",), enable_test_hooks=True)
+    config = GatewayConfig(served_model_name=("tiny",))
     with TestClient(create_app(config, engine, tokenizer)) as client:
         yield client
 

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from tests.scripts import SCRIPT
 from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
 from whalepod.scheduler.stats import Stats
+from whalepod.server.engine.scripted import ScriptFile
 from whalepod.server.errors import EngineLost
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import EngineInfo, Submit
@@ -20,12 +22,15 @@ MAX_MODEL_LEN = 512
 class FakeEngine:
     """Answers with a text that depends on the prompt only, one token a step.
 
-    `test_steps` of a request are emitted one per step, as the real engine does; `script` turns a
-    request into steps of token ids.
+    The steps of a turn that a prompt names are emitted one by one, as the real engine does;
+    `script` turns a request into steps of token ids.
     """
 
     tokenizer: TextTokenizer
     script: Callable[[Submit, int], Sequence[Sequence[int]]] | None = None
+    says: Sequence[str] | None = None
+    """The steps of all answers."""
+    turns: ScriptFile = field(default_factory=lambda: ScriptFile(SCRIPT))
     rejection: RequestRejected | None = None
     failure: str | None = None
     gate: asyncio.Event | None = None
@@ -149,8 +154,10 @@ class FakeEngine:
         return self.tokenizer.encode("<｜end▁of▁sentence｜>", adds_bos=False)[0]
 
     def _steps(self, request: Submit, index: int) -> Sequence[Sequence[int | str]]:
-        if request.test_steps:
-            return [*(self._piece(piece) for piece in request.test_steps), (self.eos,)]
+        prompt = b"".join(self.tokenizer.token_bytes[i] for i in request.prompt_token_ids)
+        steps = self.says or self.turns.find(prompt.decode(errors="replace"))
+        if steps is not None:
+            return [*(self._piece(piece) for piece in steps), (self.eos,)]
         if self.script is not None:
             return self.script(request, index)
         text = f"answer {index} to {sum(request.prompt_token_ids)}, naïve 上海 🙂 done"

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from tests.gateway.core_upstream import CoreUpstream
+from tests.scripts import SCRIPT
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.server.build import build_engine
@@ -54,11 +55,12 @@ def real_gateway(
             scheduler=scheduler,
             speculation=speculation or SpeculationConfig(),
             enable_test_hooks=True,
+            test_script=str(SCRIPT),
         )
     )
     tokenizer = TextTokenizer.from_folder(checkpoint, checkpoint / "chat_template.jinja")
     upstream = CoreUpstream(core)
-    config = GatewayConfig(served_model_name=("tiny",), enable_test_hooks=True)
+    config = GatewayConfig(served_model_name=("tiny",))
     yield RealGateway(upstream, tokenizer, create_app(config, upstream, tokenizer))
     assert not core.has_work
     core.check()

@@ -110,7 +110,6 @@ def chat_error(client: TestClient, status: int = 400, **fields: Any) -> dict[str
         ({"guided_grammar": "a"}, "guided_grammar"),
         ({"functions": [{"name": "w"}]}, "functions"),
         ({"function_call": {"name": "w"}}, "function_call"),
-        ({"test_steps": [1]}, "test_steps[0]"),
     ],
 )
 def test_a_bad_field_is_named(client: TestClient, fields: dict[str, Any], param: str) -> None:
@@ -213,13 +212,6 @@ def test_unknown_models_routes_and_methods(client: TestClient) -> None:
     assert error_of(client.get("/v1/nothing"), 404)["code"] == "not_found"
     assert error_of(client.get(CHAT), 405)["code"] == "method_not_allowed"
     assert error_of(client.get("/v1/models/gpt-9"), 404)["code"] == "model_not_found"
-
-
-def test_test_steps_need_the_flag(engine: FakeEngine, tokenizer: TextTokenizer) -> None:
-    client = TestClient(create_app(GatewayConfig(), engine, tokenizer))
-    body = {"model": "tiny", "messages": [user("hi")], "test_steps": ["a"]}
-
-    assert error_of(client.post(CHAT, json=body), 400)["param"] == "test_steps"
 
 
 def test_chat_without_a_template_says_what_to_do(tmp_path: Any) -> None:

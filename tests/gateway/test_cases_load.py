@@ -19,6 +19,7 @@ from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.real_gateway import OFF, real_gateway
 from tests.gateway.serving import DEADLINE_S, serving, wait_until
 from tests.gateway.wire import user
+from tests.scripts import scripted
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.tokenizer import TextTokenizer
@@ -27,7 +28,7 @@ CHAT = "/v1/chat/completions"
 
 
 def ask(port: int, content: str = "hi", headers: Any = None, **fields: Any) -> dict[str, Any]:
-    body = {"model": "tiny", "messages": [user(content)], **fields}
+    body = scripted({"model": "tiny", "messages": [user(content)], **fields})
     url = f"http://127.0.0.1:{port}{CHAT}"
     response = httpx2.post(url, json=body, headers=headers, timeout=DEADLINE_S)
     assert response.status_code == 200, response.text
@@ -140,7 +141,7 @@ def test_B109_a_request_of_higher_priority_displaces_lower_ones(nano: Path) -> N
 def test_B117_first_tokens_are_those_of_requests_that_ended_or_left_after_them(
     engine: FakeEngine, tokenizer: TextTokenizer
 ) -> None:
-    config = GatewayConfig(enable_test_hooks=True)
+    config = GatewayConfig()
     with serving(create_app(config, engine, tokenizer)) as port:
         for _ in range(3):
             ask(port)

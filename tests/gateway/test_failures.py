@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.wire import chat, error_of, finish_reasons, stream_chat, text_of, user
+from tests.scripts import scripted
 from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.gateway.api_errors import ApiError
@@ -61,7 +62,8 @@ def test_a_refusal_of_the_engine_is_400(
 def test_a_failure_before_the_first_token_of_a_stream_is_plain_json(client: TestClient) -> None:
     body = {"model": "tiny", "messages": [user("hi")], "stream": True, "test_steps": ["!raise"]}
 
-    assert error_of(client.post(CHAT, json=body), 500)["message"] == "the step failed"
+    response = client.post(CHAT, json=scripted(body))
+    assert error_of(response, 500)["message"] == "the step failed"
 
 
 def test_b107_a_failure_after_the_first_token_is_one_error_line(client: TestClient) -> None:
@@ -77,7 +79,7 @@ def test_b107_a_failure_after_the_first_token_is_one_error_line(client: TestClie
 def test_a_failure_of_a_whole_answer_is_500(client: TestClient) -> None:
     body = {"model": "tiny", "messages": [user("hi")], "test_steps": ["a", "!raise"]}
 
-    assert error_of(client.post(CHAT, json=body), 500)["code"] == "engine_error"
+    assert error_of(client.post(CHAT, json=scripted(body)), 500)["code"] == "engine_error"
 
 
 def test_one_failed_prompt_fails_the_request_and_stops_the_others(
@@ -85,7 +87,7 @@ def test_one_failed_prompt_fails_the_request_and_stops_the_others(
 ) -> None:
     fields = {"prompt": ["a", "b", "c"], "test_steps": ["a"] * 5 + ["!raise"]}
 
-    error_of(client.post("/v1/completions", json=fields), 500)
+    error_of(client.post("/v1/completions", json=scripted(fields)), 500)
 
     assert not engine.running
 

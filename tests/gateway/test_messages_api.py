@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.gateway.families.transcripts import block, cut_at, v31_call
 from tests.gateway.wire import named_events
+from tests.scripts import scripted
 from whalepod.scheduler.limits import RequestRejected
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
@@ -33,7 +34,7 @@ def tool(name: str = "w", **fields: Any) -> dict[str, Any]:
 
 
 def body_of(**fields: Any) -> dict[str, Any]:
-    return {"model": "tiny", "max_tokens": 2000, "messages": [user("hi")], **fields}
+    return scripted({"model": "tiny", "max_tokens": 2000, "messages": [user("hi")], **fields})
 
 
 def ask(client: TestClient, **fields: Any) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def test_a_stream_folds_to_the_whole_answer_for_every_cut(client: TestClient, an
 
 @pytest.fixture(scope="module")
 def module_client(tokenizer: TextTokenizer) -> Iterator[TestClient]:
-    config = GatewayConfig(served_model_name=("tiny",), enable_test_hooks=True)
+    config = GatewayConfig(served_model_name=("tiny",))
     with TestClient(create_app(config, FakeEngine(tokenizer), tokenizer)) as client:
         yield client
 
@@ -361,19 +362,6 @@ def test_tokens_are_counted_as_the_prompt_will_have_them(
     assert len(engine.submitted) == 1
 
 
-def test_scripted_turns_know_the_route(
-    engine: FakeEngine, tokenizer: TextTokenizer, tmp_path: Any
-) -> None:
-    script = tmp_path / "script.jsonl"
-    script.write_text('{"route": "/v1/messages", "last_role": "tool", "steps": ["done"]}\n')
-    config = GatewayConfig(
-        served_model_name=("tiny",), enable_test_hooks=True, test_script=str(script)
-    )
-    client = TestClient(create_app(config, engine, tokenizer))
-
-    assert ask(client, messages=turns(RESULT))["content"][0]["text"] == "done"
-
-
 # -- failures ------------------------------------------------------------------------------------
 
 
@@ -496,7 +484,6 @@ ANSWER_FIELDS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"seed": 2**70}, "seed"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    ({"test_steps": [1]}, "test_steps[0]"),
 ]
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.serving import DEADLINE_S, serving, wait_until
 from tests.gateway.wire import user
+from tests.scripts import say, scripted
 from whalepod.server.config import GatewayConfig
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.app import create_app
@@ -24,7 +25,7 @@ from whalepod.server.gateway.tokenizer import TextTokenizer
 
 @pytest.fixture
 def port(engine: FakeEngine, tokenizer: TextTokenizer) -> Iterator[int]:
-    config = GatewayConfig(served_model_name=("tiny",), enable_test_hooks=True)
+    config = GatewayConfig(served_model_name=("tiny",))
     with serving(create_app(config, engine, tokenizer)) as port:
         yield port
 
@@ -37,7 +38,9 @@ def sdk(port: int) -> Iterator[openai.OpenAI]:
 
 
 def request_bytes(path: str = "/v1/chat/completions", **fields: object) -> bytes:
-    body = orjson.dumps({"model": "tiny", "messages": [user("hi")], "prompt": "hi", **fields})
+    body = orjson.dumps(
+        scripted({"model": "tiny", "messages": [user("hi")], "prompt": "hi", **fields})
+    )
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
@@ -150,8 +153,8 @@ def test_openai_sdk_maps_our_errors(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         create(model="tiny", messages=messages, temperature=-1)  # type: ignore[arg-type]
     assert (bad.value.param, bad.value.code) == ("temperature", "invalid_request")
-    steps = {"test_steps": ["a", "!raise"]}
-    chunks = create(model="tiny", messages=messages, stream=True, extra_body=steps)  # type: ignore[call-overload]
+    failing = [{"role": "user", "content": say(["a", "!raise"])}]
+    chunks = create(model="tiny", messages=failing, stream=True)  # type: ignore[call-overload]
     with pytest.raises(openai.APIError, match="the step failed"):
         list(chunks)
 
@@ -183,7 +186,7 @@ def test_sigterm_drains_and_returns(engine: FakeEngine, tokenizer: TextTokenizer
 
     async def run() -> bytes:
         engine.gate = asyncio.Event()
-        config = GatewayConfig(port=port, enable_test_hooks=True, served_model_name=("tiny",))
+        config = GatewayConfig(port=port, served_model_name=("tiny",))
         server = asyncio.create_task(serve(config, engine, tokenizer))
         async with asyncio.timeout(DEADLINE_S):
             reader, writer = await connect(port)

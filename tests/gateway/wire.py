@@ -7,6 +7,8 @@ from typing import Any
 import orjson
 from starlette.testclient import TestClient
 
+from tests.scripts import scripted
+
 
 def chat(client: TestClient, content: str = "hi", **fields: Any) -> dict[str, Any]:
     """Return the whole answer to one user message."""
@@ -18,7 +20,7 @@ def complete(client: TestClient, prompt: Any = "hi", **fields: Any) -> dict[str,
 
 
 def post(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
-    response = client.post(path, json={"model": "tiny", **fields})
+    response = client.post(path, json=scripted({"model": "tiny", **fields}))
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -30,7 +32,7 @@ def user(content: Any) -> dict[str, Any]:
 
 def stream(client: TestClient, path: str, **fields: Any) -> list[Any]:
     """Return the parsed events of a stream, "[DONE]" as a string."""
-    response = client.post(path, json={"model": "tiny", "stream": True, **fields})
+    response = client.post(path, json=scripted({"model": "tiny", "stream": True, **fields}))
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     return parse_events(response.content)

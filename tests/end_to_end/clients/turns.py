@@ -12,7 +12,6 @@ HELLO = "Hello, I am scripted."
 SUNNY = "It is sunny in Paris."
 NOTES = "The harbour opens at nine."
 NOTED = "The file says when the harbour opens."
-ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 def _call(tool: str, /, **arguments: Any) -> list[str]:
@@ -22,8 +21,8 @@ def _call(tool: str, /, **arguments: Any) -> list[str]:
 
 
 TURNS: list[dict[str, Any]] = [
-    {"last_role": "tool", "contains": "sunny", "steps": ["It is ", "sunny in", " Paris."]},
-    {"last_role": "tool", "contains": NOTES, "steps": [NOTED]},
+    {"contains": "sunny", "steps": ["It is ", "sunny in", " Paris."]},
+    {"contains": NOTES, "steps": [NOTED]},
     {"contains": "weather in Paris", "steps": _call("get_weather", city="Paris")},
     {"contains": "Anna is 31", "steps": ['{"name":"An', 'na","age":31}']},
     {"contains": "Bob is 27", "steps": _call("Person", name="Bob", age=27)},
@@ -34,7 +33,6 @@ TURNS: list[dict[str, Any]] = [
 
 
 def write_script(path: Path) -> Path:
-    """Write the turns for all routes. A question without a turn is the model's own to answer."""
-    lines = [json.dumps({"route": route, **turn}) for route in ROUTES for turn in TURNS]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    """Write the turns. A question without a turn is the model's own to answer."""
+    path.write_text("\n".join(map(json.dumps, TURNS)), encoding="utf-8")
     return path
