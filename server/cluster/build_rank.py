@@ -55,33 +55,16 @@ def build_rank(
     progress = StepProgress(board, assignment.rank)
     note = wrap_note(progress.note)
     health = HealthMonitor(_open_memberships(assignment), should_stop)
-    timeout_ms = 1e3 * engine_config.parallel.dispatch_timeout_s
     with startup_errors():
         checkpoint = read_checkpoint(engine_config)
         traffic = plan_traffic(checkpoint, assignment)
-        warm_up(traffic)
         heap = GroupHeap(traffic, record_bytes(assignment.num_ranks))
-        transport = open_transport(
-            assignment,
-            heap.layout.num_bytes,
-            patience_ms=timeout_ms / 2,
-            on_arrival=events.set_own,
-        )
-        group = Group(transport, is_gone=health)
-        dispatcher = Dispatcher(
-            group,
-            checkpoint.kernels,
-            heap.modes(group),
-            num_experts=traffic.num_experts,
-            patience=Patience(timeout_ms),
-            note=note,
-        )
+        dispatcher = _connect(checkpoint, assignment, heap, health, events, note)
         core = build_core(checkpoint, dispatcher)
     core.reseed(f"{engine_config.source.seed}/{assignment.rank}")
     core.info = replace(core.info, transport=assignment.transport)
     max_depth = _max_depth(engine_config) if core.runner.makes_drafts else 0
     member = GroupMember(
-        Group(transport, is_gone=health),
         heap,
         dispatcher,
         Lockstep(
@@ -98,7 +81,7 @@ def build_rank(
             kernels=core.info.kernels,
             num_drafts=max_depth,
         ),
-        timeout_ms=timeout_ms,
+        timeout_ms=1e3 * engine_config.parallel.dispatch_timeout_s,
         wake_others=events.set_others,
         note=note,
     )
@@ -142,6 +125,34 @@ def plan_traffic(checkpoint: Checkpoint, assignment: RankAssignment) -> Traffic:
         max_tokens=limits.max_num_batched_tokens,
         dtype=_ROW_DTYPES[checkpoint.dtype],
         is_exact=config.device.batch_invariant,
+    )
+
+
+def _connect(
+    checkpoint: Checkpoint,
+    assignment: RankAssignment,
+    heap: GroupHeap,
+    health: HealthMonitor,
+    events: EventFds,
+    note: Note,
+) -> Dispatcher:
+    """Return the placement of the experts over all ranks, connected to them where they must be."""
+    timeout_ms = 1e3 * checkpoint.engine_config.parallel.dispatch_timeout_s
+    warm_up(heap.traffic)  # before any rank waits for another
+    transport = open_transport(
+        assignment,
+        heap.layout.num_bytes,
+        patience_ms=timeout_ms / 2,
+        on_arrival=events.set_own,
+    )
+    group = Group(transport, is_gone=health)
+    return Dispatcher(
+        group,
+        checkpoint.kernels,
+        heap.modes(group),
+        num_experts=heap.traffic.num_experts,
+        patience=Patience(timeout_ms),
+        note=note,
     )
 
 

@@ -51,16 +51,13 @@ class HealthMonitor:
 class GroupMember:
     """Follows the memberships of the store and gathers the records of each step.
 
-    control    a view of the group for the records, apart from the dispatcher's: who is late in a
-               layer may only be slow, who is late here is taken out
-    described  what all ranks must agree on (see `handshake.describe`)
+    described    what all ranks must agree on (see `handshake.describe`)
     wake_others  wakes the ranks that sleep
-    note       hears when this rank waits for the others' records
+    note         hears when this rank waits for the others' records
     """
 
     def __init__(
         self,
-        control: Group,
         heap: GroupHeap,
         dispatcher: Dispatcher,
         lockstep: Lockstep,
@@ -72,6 +69,9 @@ class GroupMember:
         note: Note = note_nothing,
     ) -> None:
         self._note = note
+        # a view of the group for the records, apart from the dispatcher's: a rank that is late in a
+        # layer may only be slow, one that is late here is taken out
+        control = Group(dispatcher.group.transport, is_gone=health)
         self.rank = control.rank
         self.membership = Membership(0)
         self._control = control

@@ -6,28 +6,21 @@ process that holds it (machine 0's launcher, or torchrun's agent) the group does
 
 from __future__ import annotations
 
-import math
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from datetime import timedelta
-from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from whalepod.server.cluster.deadline import Deadline
+from whalepod.server.cluster.deadline import Deadline, call_within
 from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.errors import GroupLost, StartupError
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0
 """A store that does not answer for this long is lost."""
-LOOK_S = 0.1
-CLOSE_TIMEOUT_S = 1.0
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 0.5
 
@@ -51,22 +44,6 @@ class GroupStore:
         self.address = address
         self._timeout_s = timeout_s
         self._lost: str | None = None
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # a call that hangs in the library hangs there for ever: it must not hold up our end
-        self._thread = threading.Thread(target=self._run_calls, name="group-store", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._calls.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
 
     def get(self, key: str) -> str | None:
         """Return the value; None: it is not set."""
@@ -86,34 +63,13 @@ class GroupStore:
 
     def _call(self, function: Callable[[], T]) -> T:
         if self._lost is None:
-            future: Future[T] = Future()
-            self._calls.put((function, future))
             try:
-                return self._wait(future)
+                return call_within(self._timeout_s, function)
             except TimeoutError:
                 self._lost = f"the store at {self.where} has not answered for {self._timeout_s:g} s"
             except RuntimeError as error:  # torch's, of several kinds
                 self._lost = f"the store at {self.where} is gone ({_first_line(error)})"
         raise StoreLost(self._lost)
-
-    def _wait(self, future: Future[T]) -> T:
-        """Return the result; TimeoutError after the looks that fill the deadline.
-
-        Looks are counted, not seconds: a process that was stopped, or whose interpreter a compiler
-        held for long, must not blame the store.
-        """
-        for _ in range(math.ceil(self._timeout_s / LOOK_S)):
-            if future in wait([future], LOOK_S).done:
-                return future.result()
-        raise TimeoutError
-
-    def _run_calls(self) -> None:
-        while (call := self._calls.get()) is not None:
-            function, future = call
-            try:
-                future.set_result(function())
-            except RuntimeError as error:
-                future.set_exception(error)
 
 
 def open_store(plan: NodePlan, deadline: Deadline) -> GroupStore:

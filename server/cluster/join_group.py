@@ -62,17 +62,15 @@ def join_group(
     why_stop    why to wait no longer; None: wait
     """
     deadline = Deadline(plan.timeout_s, why_stop)
-    with open_store(plan, deadline) as store:
-        settings = settings_of(config, plan, transport, checkpoint)
-        joined = JoinedGroup(
-            store, plan, meet(store, plan, settings, config.source.model, deadline)
-        )
-        try:
-            yield joined
-        finally:
-            if plan.is_leader:  # it keeps the store while the others read why all end
-                with suppress(GroupLost):
-                    wait_until_left(store, joined.rank_map, STOP_GRACE_S)
+    store = open_store(plan, deadline)
+    settings = settings_of(config, plan, transport, checkpoint)
+    rank_map = meet(store, plan, settings, config.source.model, deadline)
+    try:
+        yield JoinedGroup(store, plan, rank_map)
+    finally:
+        if plan.is_leader:  # it keeps the store while the others read why all end
+            with suppress(GroupLost):
+                wait_until_left(store, rank_map, STOP_GRACE_S)
 
 
 class JoinedGroup:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
 
 from torch._C._distributed_c10d import FileStore, Store
 
 from whalepod.ep_comm.transport import gloo
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.shm import ShmTransport
+from whalepod.server.cluster.deadline import call_within
 from whalepod.server.cluster.group_store import connect_library
 from whalepod.server.cluster.rank_assignment import RankAssignment, prepare_heaps
 from whalepod.server.errors import StartupError
 
-T = TypeVar("T")
 LONELY_TIMEOUT_S = 300.0
 """How long the ranks of one machine wait to be connected to each other."""
 LOOPBACK = "127.0.0.1"
@@ -67,12 +64,16 @@ def _open_gloo(
     rendezvous = assignment.rendezvous
     address = rendezvous.address if rendezvous else LOOPBACK
     timeout_s = rendezvous.timeout_s if rendezvous else LONELY_TIMEOUT_S
-    group = _within(
-        timeout_s,
-        lambda: gloo.connect(store, assignment.rank, assignment.num_ranks, address=address),
-        f"rank {assignment.rank} has no connections to all {assignment.num_ranks} ranks "
-        f"from {address}",
-    )
+    rank, num_ranks = assignment.rank, assignment.num_ranks
+    try:
+        group = call_within(
+            timeout_s, lambda: gloo.connect(store, rank, num_ranks, address=address)
+        )
+    except TimeoutError:
+        raise StartupError(
+            f"rank {rank} has no connections to all {num_ranks} ranks from {address} after "
+            f"{timeout_s:g} s"
+        ) from None
     return gloo.GlooTransport(
         group,
         heap_bytes,
@@ -96,23 +97,3 @@ def _open_on_gpu(assignment: RankAssignment, heap_bytes: int, store: Store) -> T
         device=assignment.local_index,
         ranks_per_node=assignment.ranks_per_node,
     )
-
-
-def _within(timeout_s: float, function: Callable[[], T], complaint: str) -> T:
-    """Return what `function` returns; RuntimeError if that takes too long.
-
-    It has no deadline of its own, so it runs in a thread, which is left behind in that case.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except RuntimeError as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="connect", daemon=True).start()
-    try:
-        return future.result(timeout_s)
-    except TimeoutError:
-        raise RuntimeError(f"{complaint} after {timeout_s:g} s") from None

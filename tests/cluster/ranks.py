@@ -232,7 +232,6 @@ def new_rank(
     core = new_core(settings, dispatcher, None)
     max_drafts = MAX_DRAFTS if settings.new_depth else 0
     member = GroupMember(
-        Group(transport, is_gone=watch),
         heap,
         dispatcher,
         Lockstep(max_low_latency_tokens=heap.traffic.decode_tokens, new_depth=settings.new_depth),

@@ -52,14 +52,11 @@ def plan_of(node: int, port: int, *, timeout_s: float = 20.0) -> NodePlan:
 
 
 @pytest.fixture
-def stores() -> Iterator[tuple[GroupStore, GroupStore]]:
+def stores() -> tuple[GroupStore, GroupStore]:
     """Machine 0's store, and another machine's end of it."""
     port = free_port()
-    with (
-        open_store(plan_of(0, port), Deadline(20.0)) as own,
-        open_store(plan_of(1, port), Deadline(20.0)) as other,
-    ):
-        yield own, other
+    own = open_store(plan_of(0, port), Deadline(20.0))
+    return own, open_store(plan_of(1, port), Deadline(20.0))
 
 
 def both(first: Callable[[], object], second: Callable[[], object]) -> list[object]:
@@ -185,13 +182,13 @@ def connect(port: int) -> GroupStore:
 
 def test_a_store_that_dies_is_named(foreign_store: subprocess.Popen[str]) -> None:
     port = port_of(foreign_store)
-    with connect(port) as store:
-        assert store.get("x") is None
-        foreign_store.kill()
-        foreign_store.wait()
-        for _ in range(2):
-            with pytest.raises(StoreLost, match=f"the store at 127.0.0.1:{port} is gone"):
-                store.get("x")
+    store = connect(port)
+    assert store.get("x") is None
+    foreign_store.kill()
+    foreign_store.wait()
+    for _ in range(2):
+        with pytest.raises(StoreLost, match=f"the store at 127.0.0.1:{port} is gone"):
+            store.get("x")
 
 
 def test_a_store_that_does_not_answer_is_lost_at_the_deadline(
@@ -199,21 +196,22 @@ def test_a_store_that_does_not_answer_is_lost_at_the_deadline(
 ) -> None:
     port = port_of(foreign_store)
     raw = TCPStore(LOOPBACK, port, None, False, timedelta(seconds=300), wait_for_workers=False)
-    with GroupStore(raw, f"{LOOPBACK}:{port}", LOOPBACK, timeout_s=0.5) as store:
-        store.set("a", "1")
-        foreign_store.send_signal(signal.SIGSTOP)
-        with pytest.raises(StoreLost, match=r"has not answered for 0\.5 s"):
-            store.get("a")
-        foreign_store.send_signal(signal.SIGCONT)
-        with pytest.raises(StoreLost):
-            store.get("a")  # whoever called it lost does not change his mind
+    store = GroupStore(raw, f"{LOOPBACK}:{port}", LOOPBACK, timeout_s=0.5)
+    store.set("a", "1")
+    foreign_store.send_signal(signal.SIGSTOP)
+    with pytest.raises(StoreLost, match=r"has not answered for 0\.5 s"):
+        store.get("a")
+    foreign_store.send_signal(signal.SIGCONT)
+    with pytest.raises(StoreLost):
+        store.get("a")  # once lost, always lost
 
 
 def test_a_library_that_waits_for_a_word_holds_up_nobody(
     foreign_store: subprocess.Popen[str],
 ) -> None:
     port = port_of(foreign_store)
-    with connect(port) as store, ThreadPoolExecutor(1) as pool:
+    store = connect(port)
+    with ThreadPoolExecutor(1) as pool:
         library = connect_library(LOOPBACK, port, "0", 60.0)
         word = pool.submit(library.get, "late")
         store.set("a", "1")
