@@ -170,6 +170,10 @@ class Sequence:
     # -- what follows from its state ------------------------------------------------------------
 
     @property
+    def is_live(self) -> bool:
+        return self.status is not Status.ENDED and not self.is_cancelled
+
+    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

@@ -127,7 +127,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None or request.was_admitted:
             return False
-        return not all(sequence.is_cancelled for sequence in request.sequences)
+        return any(sequence.is_live for sequence in request.sequences)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or its answer `index` alone, in any state; what is unknown is ignored
@@ -148,10 +148,15 @@ class Scheduler:
         """Forget the texts that nobody uses; return the number of blocks that are free now."""
         return self.pool.forget_cached()
 
-    def owner(self, sequence_id: int) -> tuple[str, int]:
-        """Return request id and index of a live sequence. Raises KeyError."""
-        sequence = self._sequences[sequence_id]
-        return sequence.request.request_id, sequence.index
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that are alive, in the order of their arrival."""
+        return list(self._requests)
+
+    def live_sequences(self, request_id: str) -> list[Sequence]:
+        """Return the sequences of a request that go on: neither ended nor cancelled."""
+        request = self._requests.get(request_id)
+        return [] if request is None else [s for s in request.sequences if s.is_live]
 
     def sequence(self, sequence_id: int) -> Sequence:
         """Return a live sequence, to be read only. Raises KeyError."""

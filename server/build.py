@@ -41,7 +41,7 @@ from whalepod.server.config import EngineConfig
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.grammar import GrammarStore
-from whalepod.server.engine.runner import Runner, RunnerSequence
+from whalepod.server.engine.runner import Runner
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import SamplingState
 from whalepod.server.errors import StartupError
@@ -164,7 +164,7 @@ def warm_up(runner: Runner, limits: SchedulerConfig, num_drafts: int = 0) -> Non
     """
     num_places = min(BLOCK_TOKENS, limits.max_model_len)
     for params in (SamplingParams(temperature=0, logprobs=1), SamplingParams(top_p=0.9, seed=0)):
-        runner.add(0, RunnerSequence(state=SamplingState(params, [0], 0)))
+        runner.add(0, SamplingState(params, [0], 0))
         for num_tokens in (1, 2, min(BLOCK_TOKENS, limits.max_num_batched_tokens)):
             num_tokens = min(num_tokens, num_places)
             row = Row(

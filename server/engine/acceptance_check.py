@@ -20,7 +20,8 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, StepResult
 from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
-from whalepod.server.engine.runner import Runner, new_runner_sequence
+from whalepod.server.engine.runner import Runner
+from whalepod.server.engine.sampling_state import SamplingState
 
 PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
@@ -93,7 +94,8 @@ def measure_acceptance(
         request = Request(request_id=str(number), prompt_token_ids=prompt, params=params)
         scheduler.add(request)
         for sequence in request.sequences:
-            runner.add(sequence.sequence_id, new_runner_sequence(sequence, eos_token_ids))
+            state = SamplingState.of_sequence(sequence, eos_token_ids)
+            runner.add(sequence.sequence_id, state)
     started_s = time.monotonic()
     num_judged = num_right = 0
     while (plan := scheduler.step(num_drafts=1)) is not None:

@@ -10,13 +10,14 @@ from typing import BinaryIO
 from whalepod.mtp.depth import Depth, FixedDepth
 from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.plan import Plan, RowResult, SequenceOutput, StepResult
-from whalepod.scheduler.request import Request, Sequence
+from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
 from whalepod.scheduler.stats import Stats
-from whalepod.server.engine.grammar import GrammarState, GrammarStore
-from whalepod.server.engine.grammar_queue import Compiling, GrammarQueue
+from whalepod.server.engine.grammar import GrammarStore
+from whalepod.server.engine.grammar_queue import GrammarQueue
 from whalepod.server.engine.input_processor import InputProcessor
-from whalepod.server.engine.runner import Runner, new_runner_sequence
+from whalepod.server.engine.runner import Runner
+from whalepod.server.engine.sampling_state import SamplingState
 from whalepod.server.engine.speculation import step_record
 from whalepod.server.messages import (
     STATS_INTERVAL_US,
@@ -72,19 +73,16 @@ class EngineCore:
         self.scheduler = scheduler
         self.depth = depth or FixedDepth(0)
         self._num_drafts = 0
-        self._intake = InputProcessor(info.vocab_size, seed)
-        self._grammars = grammars
-        self._grammar_queue = GrammarQueue()
+        self._inputs = InputProcessor(info.vocab_size, seed)
+        self._grammar_queue = GrammarQueue(grammars)
         self._journal = journal
-        self._live: dict[str, list[int]] = {}  # sequences of a request that have not ended
         self._now_us = 0
-        self._stats_due_us = 0
-        self._has_stats_to_tell = True
+        self._due = StatsDue()
 
     def reseed(self, seed: str) -> None:
         """Start the generator of the seeds of requests that bring none: ranks must not draw the
         same ones."""
-        self._intake.reseed(seed)
+        self._inputs.reseed(seed)
 
     @property
     def has_work(self) -> bool:
@@ -102,12 +100,10 @@ class EngineCore:
     def check(self) -> None:
         """Raise AssertionError unless every block and every sequence has exactly one owner."""
         self.scheduler.check()
-        num_live = sum(len(sequence_ids) for sequence_ids in self._live.values())
-        assert self.runner.num_sequences == num_live, (
-            f"the runner keeps {self.runner.num_sequences} sequences, {num_live} are alive"
+        live = [len(self.scheduler.live_sequences(r)) for r in self.scheduler.request_ids]
+        assert self.runner.num_sequences == sum(live), (
+            f"the runner keeps {self.runner.num_sequences} sequences, {sum(live)} are alive"
         )
-        has_work = bool(self._live or self._grammar_queue)
-        assert self.has_work == has_work, f"has_work is {self.has_work} with {self._live}"
 
     def on_idle(self) -> None:
         """Use a pause: check the invariants, and put the journal on disk."""
@@ -117,8 +113,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Close the journal and end the thread that compiles grammars."""
-        if self._grammars is not None:
-            self._grammars.close()
+        self._grammar_queue.close()
         if self._journal is not None:
             self._journal.close()
 
@@ -172,72 +167,53 @@ class EngineCore:
         if submit.request_id in self._grammar_queue:
             raise RequestRejected("invalid_request", f"request id {submit.request_id!r} is in use")
         try:
-            request = self._intake.take(submit)
+            request = self._inputs.take(submit)
             self.scheduler.check_request(request, num_coming=len(self._grammar_queue))
         except ValueError as error:
             raise RequestRejected("invalid_request", str(error)) from error
         constraint = submit.params.constraint
         if constraint is None:
             self._start(request, None)
-            return
-        if self._grammars is None:
-            raise RequestRejected("invalid_request", "this model has no tokenizer for grammars")
-        if self._grammar_queue.is_full:
-            message = f"{len(self._grammar_queue)} grammars wait to be compiled"
-            raise RequestRejected("queue_full", message)
-        matcher = self._grammars.matcher(constraint)
-        self._grammar_queue.add(Compiling(request=request, matcher=matcher))
-        self._has_stats_to_tell = True
+        else:
+            self._grammar_queue.add(request, constraint)
+        self._due.at_once = True
 
     def admit_compiled(self) -> list[SequenceOutput]:
         """Queue the requests whose grammars are ready; return the failures of the others."""
         failures = []
-        for compiling in self._grammar_queue.take_ready():
+        for request, future in self._grammar_queue.take_ready():
             try:
-                matcher = compiling.matcher.result()
+                matcher = future.result()
             except GrammarError as error:
-                failures.append(_failed_output(compiling.request.request_id, str(error)))
+                failures.append(_failed_output(request.request_id, str(error)))
             else:
-                self._start(compiling.request, matcher)
+                self._start(request, matcher)
         return failures
 
     def _start(self, request: Request, matcher: Matcher | None) -> None:
         self._note_clock()
         self.scheduler.add(request)
-        self._has_stats_to_tell = True
-        self._live[request.request_id] = [s.sequence_id for s in request.sequences]
+        self._due.at_once = True
+        eos_token_ids, vocab_size = self.scheduler.eos_token_ids, self.info.vocab_size
         for sequence in request.sequences:
-            self._add_sequence(sequence, matcher)
+            state = SamplingState.of_sequence(sequence, eos_token_ids, matcher, vocab_size)
+            self.runner.add(sequence.sequence_id, state)
 
     def _note_clock(self) -> None:
         self._now_us = time.monotonic_ns() // 1000
         self.scheduler.note_clock(self._now_us)
 
-    def _add_sequence(self, sequence: Sequence, matcher: Matcher | None) -> None:
-        request, eos_token_ids = sequence.request, self.scheduler.eos_token_ids
-        grammar = None
-        if matcher is not None and request.params.constraint is not None:
-            grammar = GrammarState(
-                matcher.copy(),
-                request.params.constraint,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                vocab_size=self.info.vocab_size,
-                stop_token_ids=eos_token_ids.union(request.params.stop_token_ids),
-            )
-        new = new_runner_sequence(sequence, eos_token_ids, grammar)
-        self.runner.add(sequence.sequence_id, new)
-
     def _abort(self, request_id: str, index: int | None = None) -> StepOutputs | None:
         """Free a request, or one answer of a queued one; without a step to come, say here what the
         counters are now."""
-        self._has_stats_to_tell = True
+        self._due.at_once = True
         if index is None:
             self._grammar_queue.discard(request_id)
-        live = self._live.get(request_id, [])
-        ending = [s for s in live if index in (None, self.scheduler.owner(s)[1])]
+        live = self.scheduler.live_sequences(request_id)
+        ending = [sequence for sequence in live if index in (None, sequence.index)]
         self.scheduler.cancel(request_id, index)
-        for sequence_id in ending:
-            self._forget(request_id, sequence_id)
+        for sequence in ending:
+            self.runner.drop(sequence.sequence_id)
         if self.has_work or not ending:
             return None
         return StepOutputs(outputs=(), stats=self.stats)
@@ -269,15 +245,8 @@ class EngineCore:
         if self.runner.makes_drafts:
             self.depth.observe(step_record(plan, result))
         outputs += self.finish(result)
-        return StepOutputs(outputs=tuple(outputs), stats=self._due_stats())
-
-    def _due_stats(self) -> Stats | None:
-        """Return the counters if a gateway's are too old, or tell of other requests."""
-        if not self._has_stats_to_tell and self._now_us < self._stats_due_us:
-            return None
-        self._has_stats_to_tell = False
-        self._stats_due_us = self._now_us + STATS_INTERVAL_US
-        return self.stats
+        stats = self.stats if self._due.is_due(self._now_us) else None
+        return StepOutputs(outputs=tuple(outputs), stats=stats)
 
     @property
     def num_waiting(self) -> int:
@@ -304,8 +273,13 @@ class EngineCore:
         return self.scheduler.step(num_drafts, max_tokens)
 
     def finish(self, result: StepResult) -> list[SequenceOutput]:
-        """Take the results of the step in flight."""
-        return [self._message(output) for output in self.scheduler.finish(result)]
+        """Take the results of the step in flight; keep nothing of what ended with it."""
+        outputs = self.scheduler.finish(result)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.runner.drop(output.sequence_id)
+                self._due.at_once = True
+        return outputs
 
     def fail(self, plan: Plan) -> None:
         """Keep nothing of the step in flight: its tokens are planned again."""
@@ -318,7 +292,7 @@ class EngineCore:
 
     def refuse_all(self, code: str, message: str) -> list[ToGateway]:
         """Drop every request and say why; none may be in a step."""
-        request_ids = [*self._grammar_queue, *self._live]
+        request_ids = [*self._grammar_queue, *self.scheduler.request_ids]
         for request_id in request_ids:
             self._abort(request_id)
         return [Rejected(request_id=r, code=code, message=message) for r in request_ids]
@@ -338,19 +312,21 @@ class EngineCore:
             logger.exception("step %d failed again: its requests end", again.step)
             return again, _failed_result(again)
 
-    def _message(self, output: SequenceOutput) -> SequenceOutput:
-        if output.finish_reason is not None:
-            self._forget(output.request_id, output.sequence_id)
-        return output
 
-    def _forget(self, request_id: str, sequence_id: int) -> None:
-        """Keep nothing of a sequence that ended."""
-        self.runner.drop(sequence_id)
-        live = self._live[request_id]
-        live.remove(sequence_id)
-        if not live:
-            del self._live[request_id]
-            self._has_stats_to_tell = True
+class StatsDue:
+    """When a step's outputs bring the counters along: if requests came or went (`at_once`), else
+    every STATS_INTERVAL_US."""
+
+    def __init__(self) -> None:
+        self.at_once = True
+        self._due_us = 0
+
+    def is_due(self, now_us: int) -> bool:
+        """Return whether to send them now; the next time is counted from now then."""
+        if not self.at_once and now_us < self._due_us:
+            return False
+        self.at_once, self._due_us = False, now_us + STATS_INTERVAL_US
+        return True
 
 
 def _failed_output(request_id: str, error: str) -> SequenceOutput:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 
+from whalepod.scheduler.limits import RequestRejected
+from whalepod.scheduler.params import Constraint
 from whalepod.scheduler.request import Request
+from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.structured.interface import Matcher
 
 MAX_COMPILING = 256
@@ -15,19 +17,15 @@ COMPILE_POLL_S = 0.01
 """How long a loop without other work waits for a grammar before it looks at its messages."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compiling:
-    """A request that was taken, and will be queued once its grammar is there."""
-
-    request: Request
-    matcher: Future[Matcher]
-
-
 class GrammarQueue:
-    """Keeps requests in the order of their arrival."""
+    """Keeps requests in the order of their arrival.
 
-    def __init__(self) -> None:
-        self._waiting: dict[str, Compiling] = {}
+    store  compiles their grammars; None: requests with one are refused
+    """
+
+    def __init__(self, store: GrammarStore | None) -> None:
+        self._store = store
+        self._waiting: dict[str, tuple[Request, Future[Matcher]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -39,25 +37,31 @@ class GrammarQueue:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._waiting
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._waiting) >= MAX_COMPILING
-
-    def add(self, compiling: Compiling) -> None:
-        """Keep a request."""
-        self._waiting[compiling.request.request_id] = compiling
+    def add(self, request: Request, constraint: Constraint) -> None:
+        """Keep a request until its grammar is compiled. Raises RequestRejected."""
+        if self._store is None:
+            raise RequestRejected("invalid_request", "this model has no tokenizer for grammars")
+        if len(self._waiting) >= MAX_COMPILING:
+            message = f"{len(self._waiting)} grammars wait to be compiled"
+            raise RequestRejected("queue_full", message)
+        self._waiting[request.request_id] = (request, self._store.matcher(constraint))
 
     def discard(self, request_id: str) -> None:
         """Forget a request, if it waits here."""
         self._waiting.pop(request_id, None)
 
-    def take_ready(self) -> list[Compiling]:
+    def take_ready(self) -> list[tuple[Request, Future[Matcher]]]:
         """Return, and keep no longer, the requests whose grammars are compiled or refused."""
-        ready = [compiling for compiling in self._waiting.values() if compiling.matcher.done()]
-        for compiling in ready:
-            del self._waiting[compiling.request.request_id]
+        ready = [(request, future) for request, future in self._waiting.values() if future.done()]
+        for request, _ in ready:
+            del self._waiting[request.request_id]
         return ready
 
     def wait(self) -> None:
         """Wait a moment for one of the grammars."""
-        wait([compiling.matcher for compiling in self._waiting.values()], timeout=COMPILE_POLL_S)
+        wait([future for _, future in self._waiting.values()], timeout=COMPILE_POLL_S)
+
+    def close(self) -> None:
+        """End the thread that compiles."""
+        if self._store is not None:
+            self._store.close()

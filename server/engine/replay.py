@@ -9,7 +9,8 @@ from whalepod.scheduler.journal import Divergence, replay
 from whalepod.scheduler.plan import Plan, RowResult, SequenceOutput, StepResult
 from whalepod.scheduler.request import Request
 from whalepod.scheduler.scheduler import Scheduler
-from whalepod.server.engine.runner import Runner, new_runner_sequence
+from whalepod.server.engine.runner import Runner
+from whalepod.server.engine.sampling_state import SamplingState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class _ExecutingScheduler(Scheduler):
     def add(self, request: Request) -> None:
         super().add(request)
         for sequence in request.sequences:
-            new = new_runner_sequence(sequence, self.eos_token_ids)
-            self._runner.add(sequence.sequence_id, new)
+            state = SamplingState.of_sequence(sequence, self.eos_token_ids)
+            self._runner.add(sequence.sequence_id, state)
         self._sequence_ids[request.request_id] = [s.sequence_id for s in request.sequences]
 
     def cancel(self, request_id: str, index: int | None = None) -> None:

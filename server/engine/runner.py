@@ -13,13 +13,10 @@ from torch import Tensor
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.mtp.verify import count_accepted
-from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import Plan, Row, RowResult, StepResult, TokenLogprob
-from whalepod.scheduler.request import Sequence
 from whalepod.server.engine.batching import BatchBuilder
-from whalepod.server.engine.grammar import GrammarState
 from whalepod.server.engine.sampler import Sampler, SampleRequest, SamplerOutput, logprobs
-from whalepod.server.engine.sampling_state import SamplingState, seed_of_branch
+from whalepod.server.engine.sampling_state import SamplingState
 from whalepod.server.engine.speculation import JudgedRow, Speculator
 
 PROMPT_LOGPROB_ROWS = 64
@@ -42,42 +39,12 @@ class Model(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
-class RunnerSequence:
-    """What the runner knows of one sequence beside its rows."""
-
-    state: SamplingState
-    wants_prompt_logprobs: bool = False
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.state.params
-
-
-def new_runner_sequence(
-    sequence: Sequence,
-    eos_token_ids: frozenset[int],
-    grammar: GrammarState | None = None,
-) -> RunnerSequence:
-    """Return what the runner needs of a sequence that the scheduler has queued."""
-    request, params = sequence.request, sequence.request.params
-    assert params.seed is not None, "the seed is fixed when a request is taken"
-    state = SamplingState(
-        params,
-        request.prompt_token_ids,
-        seed_of_branch(params.seed, sequence.index),
-        eos_token_ids.union(params.stop_token_ids),
-        grammar,
-    )
-    return RunnerSequence(state=state, wants_prompt_logprobs=sequence.reports_prompt_logprobs)
-
-
 @dataclass(slots=True)
 class _Rows:
     """Which rows of the hidden states a plan row owns, and which of the step's choices are its."""
 
     row: Row
-    sequence: RunnerSequence
+    state: SamplingState
     begin: int
     drafts: SequenceOf[int]
     first_choice: int = 0
@@ -95,7 +62,7 @@ class _Rows:
         num_true = len(self.row.token_ids) - self.row.num_drafts + max(len(self.token_ids) - 1, 0)
         return JudgedRow(
             row=self.row,
-            state=self.sequence.state,
+            state=self.state,
             num_true=num_true,
             token_id=self.token_ids[-1] if self.token_ids else None,
             hidden_row=self.begin + num_true - 1,
@@ -119,11 +86,11 @@ class Runner:
         self.sampler = sampler
         self.batches = batches
         self._speculator = speculator
-        self._sequences: dict[int, RunnerSequence] = {}
+        self._states: dict[int, SamplingState] = {}
 
     @property
     def num_sequences(self) -> int:
-        return len(self._sequences)
+        return len(self._states)
 
     @property
     def makes_drafts(self) -> bool:
@@ -135,13 +102,13 @@ class Runner:
         """Who guesses ahead: "mtp", "lookup"."""
         return () if self._speculator is None else self._speculator.makers
 
-    def add(self, sequence_id: int, sequence: RunnerSequence) -> None:
+    def add(self, sequence_id: int, state: SamplingState) -> None:
         """Take a sequence before its first row."""
-        self._sequences[sequence_id] = sequence
+        self._states[sequence_id] = state
 
     def drop(self, sequence_id: int) -> None:
         """Forget a sequence that ended."""
-        self._sequences.pop(sequence_id, None)
+        self._states.pop(sequence_id, None)
         if self._speculator is not None:
             self._speculator.forget(sequence_id)
 
@@ -194,10 +161,10 @@ class Runner:
         """Find the runner's part of each row, and let its sampling state see the row's tokens."""
         spans, begin = [], 0
         for row in rows:
-            sequence, token_ids = self._sequences[row.sequence_id], row.token_ids
+            state, token_ids = self._states[row.sequence_id], row.token_ids
             num_own = len(token_ids) - row.num_drafts
-            sequence.state.observe(row.start, token_ids[:num_own])
-            spans.append(_Rows(row, sequence, begin, token_ids[num_own:]))
+            state.observe(row.start, token_ids[:num_own])
+            spans.append(_Rows(row, state, begin, token_ids[num_own:]))
             begin += len(token_ids)
         return spans
 
@@ -224,7 +191,7 @@ class Runner:
     def _want(self, span: _Rows, wanted: list[SampleRequest]) -> None:
         """Ask for a token behind each number of drafts, as if they were right: if one is not,
         nobody looks at what comes behind it."""
-        state, drafts = span.sequence.state, span.drafts
+        state, drafts = span.state, span.drafts
         position = span.row.start + len(span.row.token_ids) - len(drafts)
         for index in range(len(drafts)):
             if self.sampler.by_rejection:
@@ -242,13 +209,13 @@ class Runner:
         if span.error is not None:
             return RowResult(sequence_id, error=span.error)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        if span.sequence.wants_prompt_logprobs:
+        if span.state.wants_prompt_logprobs:
             prompt_logprobs = self._prompt_logprobs(span, hidden_TH)
         return RowResult(sequence_id, span.token_ids, span.logprobs, prompt_logprobs)
 
     def _prompt_logprobs(self, span: _Rows, hidden_TH: Tensor) -> tuple[TokenLogprob, ...]:
         """Score the prompt tokens that follow the row's tokens."""
-        state, start = span.sequence.state, span.row.start
+        state, start = span.state, span.row.start
         num_top = state.params.prompt_logprobs or 0
         end = min(start + len(span.row.token_ids) + 1, state.num_prompt_tokens)
         found: list[TokenLogprob] = []
@@ -270,7 +237,7 @@ def _add_drafts(
         if drafts:
             results[i] = results[i]._replace(draft_token_ids=tuple(drafts))
         if accepted := ends[i].accepted:
-            spans[i].sequence.state.observe(ends[i].position - len(accepted), accepted)
+            spans[i].state.observe(ends[i].position - len(accepted), accepted)
 
 
 def _judge(span: _Rows, samples: SamplerOutput) -> None:

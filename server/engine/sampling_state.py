@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whalepod.scheduler.params import SamplingParams
+from whalepod.scheduler.request import Sequence as QueuedSequence
 from whalepod.server.engine.grammar import GrammarState
+from whalepod.server.structured.interface import Matcher
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float32]
@@ -28,7 +30,7 @@ class SamplingState:
     __slots__ = (
         "_counts", "bias_ids", "bias_values", "grammar", "has_penalties", "is_greedy",
         "num_prompt_tokens", "params", "plain_from", "prompt_token_ids", "seed", "stop_token_ids",
-        "unedited_from", "wants_logprobs",
+        "unedited_from", "wants_logprobs", "wants_prompt_logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -38,6 +40,8 @@ class SamplingState:
         seed: int,
         stop_token_ids: Collection[int] = (),
         grammar: GrammarState | None = None,
+        *,
+        wants_prompt_logprobs: bool = False,
     ) -> None:
         self.params = params
         self.grammar = grammar
@@ -54,6 +58,7 @@ class SamplingState:
             or params.frequency_penalty != 0.0
         )
         self.wants_logprobs = params.logprobs is not None
+        self.wants_prompt_logprobs = wants_prompt_logprobs
         is_always_edited = self.has_penalties or len(self.bias_ids) or self.grammar
         # the first position whose token is drawn from the model's logits as they are ...
         self.unedited_from = (
@@ -63,8 +68,42 @@ class SamplingState:
         self.plain_from = self.unedited_from if self.is_greedy else math.inf
         self._counts: TokenCounts | None = None
 
+    @classmethod
+    def of_sequence(
+        cls,
+        sequence: QueuedSequence,
+        eos_token_ids: frozenset[int],
+        matcher: Matcher | None = None,
+        vocab_size: int = 0,
+    ) -> SamplingState:
+        """Return the state of a sequence that the scheduler has queued.
+
+        matcher     of its grammar, to be copied; None: it has none
+        vocab_size  of the model; needed with a grammar only
+        """
+        request, params = sequence.request, sequence.request.params
+        assert params.seed is not None, "the seed is fixed when a request is taken"
+        stop_token_ids = eos_token_ids.union(params.stop_token_ids)
+        grammar = None
+        if matcher is not None and params.constraint is not None:
+            grammar = GrammarState(
+                matcher.copy(),
+                params.constraint,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                vocab_size=vocab_size,
+                stop_token_ids=stop_token_ids,
+            )
+        return cls(
+            params,
+            request.prompt_token_ids,
+            seed_of_branch(params.seed, sequence.index),
+            stop_token_ids,
+            grammar,
+            wants_prompt_logprobs=sequence.reports_prompt_logprobs,
+        )
+
     def masks_stops(self, position: int) -> bool:
-        """Say whether `min_tokens` still keeps the text from ending at `position`."""
+        """Return whether `min_tokens` still keeps the text from ending at `position`."""
         return position - self.num_prompt_tokens < self.params.min_tokens
 
     def observe(self, start: int, token_ids: Sequence[int]) -> None:

@@ -193,7 +193,7 @@ class Run:
             self.engine.fail(plan)
         elif item.outcome == "row error":
             row = plan.rows[item.which % len(plan.rows)]
-            self._lose(self.scheduler.owner(row.sequence_id)[0])
+            self._lose(self.scheduler.sequence(row.sequence_id).request.request_id)
             self.engine.finish(plan, failing=frozenset({row.sequence_id}))
         else:
             self.engine.finish(plan)

@@ -42,7 +42,7 @@ def step(scheduler: Scheduler) -> Plan:
 
 
 def rows_by_request(scheduler: Scheduler, plan: Plan) -> dict[str, Row]:
-    return {scheduler.owner(row.sequence_id)[0]: row for row in plan.rows}
+    return {scheduler.sequence(row.sequence_id).request.request_id: row for row in plan.rows}
 
 
 # ---- one token budget
@@ -363,7 +363,7 @@ def test_preempted_sequence_returns_before_those_that_waited_longer() -> None:
         assert plan is not None
         if plan.preempted:
             order.clear()
-        order += [scheduler.owner(row.sequence_id)[0] for row in plan.rows]
+        order += [scheduler.sequence(row.sequence_id).request.request_id for row in plan.rows]
         engine.finish(plan)
     assert scheduler.stats().num_preemptions > 0
     assert order.index("b") < order.index("c")
@@ -380,7 +380,9 @@ def test_higher_priority_displaces_a_strictly_lower_one_when_slots_are_busy() ->
     plan = engine.step()
     assert plan is not None
     assert set(rows_by_request(scheduler, plan)) == {"low0", "high"}
-    assert [scheduler.owner(sequence_id)[0] for sequence_id in plan.preempted] == ["low1"]
+    assert [
+        scheduler.sequence(sequence_id).request.request_id for sequence_id in plan.preempted
+    ] == ["low1"]
     engine.finish(plan)
     assert engine.answers["high", 0].finish_reason is not None
     engine.run()
@@ -519,7 +521,7 @@ def test_one_answer_that_is_cancelled_leaves_the_others_alone() -> None:
         if plan is not None:
             engine.finish(plan)
         engine.run_step()
-        assert 1 not in {scheduler.owner(row.sequence_id)[1] for row in engine.plans[-1].rows}
+        assert 1 not in {scheduler.sequence(row.sequence_id).index for row in engine.plans[-1].rows}
         engine.run()
         for index in (0, 2):
             answer = engine.answers["a", index]
