@@ -45,7 +45,7 @@ class Client:
         self._http.close()
 
     def get(self, path: str) -> httpx2.Response:
-        """Fetch a path; any HTTP status is an answer. Raises ClientError if nobody answers."""
+        """Fetch a path; any HTTP status is an answer. Raises ClientError if no server answers."""
         import httpx2
 
         try:
@@ -103,7 +103,7 @@ def model_names(response: httpx2.Response) -> tuple[str, ...]:
 
 
 def error_message(response: httpx2.Response) -> str:
-    """Say why a server refused, in its own words if it speaks OpenAI's error shape."""
+    """Return why a server refused, in its own words if it speaks OpenAI's error shape."""
     try:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):

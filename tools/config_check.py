@@ -31,7 +31,7 @@ class FlagsOptions:
 class Sources:
     """Notes where each value came from: a reader of configuration that adds none.
 
-    It comes behind those that read the environment and the file.
+    It comes after those that read the environment and the file.
     """
 
     def __init__(self) -> None:

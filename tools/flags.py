@@ -39,6 +39,14 @@ _SCALES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = re.compile(r"([+-]?[0-9_]+(?:\.[0-9]+)?)\s*([kmgtKMGT]?)(?:i?B)?")
 
 
+def require_positive(config: object, *names: str) -> None:
+    """Raise ValueError if a field, or the least of a tuple of numbers, is below 1 or missing."""
+    for name in names:
+        value = getattr(config, name)
+        if (min(value, default=0) if isinstance(value, tuple) else value) < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 class UsageError(Exception):
     """The command line, the environment or the config file asks for something that cannot be."""
 

@@ -19,16 +19,9 @@ CPU_FEATURES = (
     "avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8",
     "asimd", "bf16", "i8mm", "sve",
 )  # fmt: skip
-REQUIRED = {
-    "torch": "pip install torch",
-    "numba": "pip install numba",
-    "safetensors": "pip install safetensors",
-    "transformers": "pip install transformers",
-    "fastapi": "pip install fastapi",
-    "uvicorn": "pip install uvicorn",
-    "pyzmq": "pip install pyzmq",
-    "msgpack": "pip install msgpack",
-}
+REQUIRED = (
+    "torch", "numba", "safetensors", "transformers", "fastapi", "uvicorn", "pyzmq", "msgpack",
+)  # fmt: skip
 OPTIONAL = {
     "triton": "GPU kernels: pip install triton (Linux)",
     "nvshmem4py-cu13": "expert parallelism over GPUs: pip install 'whalepod[cuda]'",
@@ -101,7 +94,7 @@ def cpu_features(cpuinfo: str) -> tuple[str, ...]:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Tell whether a server could listen there now."""
+    """Return whether a server could listen there now."""
     try:
         bind_port(host, port)
     except OSError:
@@ -133,9 +126,9 @@ def _gpus() -> Iterator[Gpu]:
 
 
 def _packages() -> Iterator[Package]:
-    for required, names in ((True, REQUIRED), (False, OPTIONAL)):
-        for name, hint in names.items():
-            yield Package(name=name, version=_version(name), hint=hint, required=required)
+    hints = {name: f"pip install {name}" for name in REQUIRED} | OPTIONAL
+    for name, hint in hints.items():
+        yield Package(name=name, version=_version(name), hint=hint, required=name in REQUIRED)
 
 
 def _version(name: str) -> str | None:

@@ -41,7 +41,7 @@ class Fit:
     dtype: str
     weights_bytes: int
     kv_cache_bytes: int
-    """Negative: so much is missing."""
+    """Negative: what is missing."""
     num_tokens: int
     max_concurrency: float
     """Sequences of the longest allowed length at once."""
@@ -78,7 +78,7 @@ def kv_bytes_per_token(config: ModelConfig, value_bytes: int, *, with_mtp: bool 
 def fit(
     sizes: ModelSizes, dtype: str, memory_bytes: int, max_model_len: int, *, reserve: float = 0.1
 ) -> Fit:
-    """Say what fits into a memory, `reserve` of it kept for activations and the runtime."""
+    """Return what fits into a memory, `reserve` of it kept for activations and the runtime."""
     usable = int(memory_bytes * (1 - reserve))
     cache_bytes = usable - sizes.weights_bytes[dtype]
     per_token = sizes.kv_bytes_per_token["fp32" if dtype == "fp32" else "bf16"]

@@ -9,7 +9,8 @@ import torch
 
 from whalepod.ep_comm.layout import dispatch_layout
 from whalepod.ep_comm.rows import RowFormat
-from whalepod.tools.bench.ep import Case, EpConfig, measure
+from whalepod.tools.bench.config import Case, EpConfig
+from whalepod.tools.bench.ep import measure
 from whalepod.tools.cli import main
 
 SMALL = ["--hidden", "128", "--experts", "8", "--choices", "3", "--repeats", "2"]

@@ -68,7 +68,7 @@ def test_medians_and_ratios_of_all_engines(
     assert rows["decode x 16, int8"]["medians"] == {"whalepod": 960, "llama.cpp": 116}
     assert rows["decode x 16, int8"]["samples"]["llama.cpp"] == [116, 116]
     # filled once, measured as often as there are turns
-    assert rows["decode x 1 behind 8,000, bf16"]["samples"]["llama.cpp"] == [40, 40]
+    assert rows["decode x 1 after 8,000, bf16"]["samples"]["llama.cpp"] == [40, 40]
     assert report["long_context_share"] == 0.7
     assert set(rows["HTTP x 16, tok/s"]["medians"]) == {"whalepod", "llama.cpp", "vLLM"}
     (ratio,) = rows["prefill 2,048, bf16"]["ratios"]
@@ -92,7 +92,7 @@ def test_the_table_says_what_is_missed_and_our_own_commands_exist(
     assert "1.20 (>= 1)" in by_row["decode x 1, bf16"]
     assert "2.00 (>= 3, missed)" in by_row["prefill 2,048, bf16"]
     assert "decode x 16, bf16: share of the read limit: 90%" in lines
-    assert "behind 8,000 tokens decode keeps 70% of its rate (>= 75%, missed)" in lines
+    assert "after 8,000 tokens decode keeps 70% of its rate (>= 75%, missed)" in lines
 
     ours = [words[1:] for words in commands(folder) if words[0] == "whalepod"]
     assert len(ours) == 6

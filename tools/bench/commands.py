@@ -7,13 +7,14 @@ from cyclopts import App
 from whalepod.server.config import EngineConfig
 from whalepod.tools.bench.config import (
     BenchServeConfig,
+    EpConfig,
     LoadConfig,
     ReportConfig,
     TargetConfig,
     WorkloadConfig,
 )
 from whalepod.tools.bench.decode import DecodeConfig, bench_decode
-from whalepod.tools.bench.ep import EpConfig, bench_ep
+from whalepod.tools.bench.ep import bench_ep
 from whalepod.tools.bench.prefill import PrefillConfig, bench_prefill
 from whalepod.tools.bench.ranks import RanksConfig, bench_ranks
 from whalepod.tools.bench.run import bench_serve

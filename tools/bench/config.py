@@ -1,4 +1,4 @@
-"""What to load a server with, and how; the flags of `whalepod bench serve`."""
+"""The flags of `whalepod bench serve` and `bench ep`, and what ranks of the latter report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from whalepod.tools.client import DEFAULT_URL
+from whalepod.tools.flags import require_positive
 
 ProfileName = Literal["random", "chat", "retrieval", "agent"]
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -30,7 +31,7 @@ class WorkloadConfig:
     trace: Annotated[Path | None, "replay this JSONL trace instead of a profile"] = None
     record_trace: Annotated[Path | None, "write what was sent as a JSONL trace"] = None
     trace_block: Annotated[int, "tokens per hash id of the trace (Mooncake's: 512)"] = 64
-    num_requests: Annotated[int, "requests of a run; a trace is cut after as many"] = 64
+    num_requests: Annotated[int, "requests of a run; a trace is cut after this many"] = 64
     input_len: Annotated[
         int,
         "prompt tokens: of a request (random), of a document (retrieval), "
@@ -47,9 +48,9 @@ class WorkloadConfig:
     seed: Annotated[int, "of prompts, arrivals and pauses"] = 0
 
     def __post_init__(self) -> None:
-        for name in ("trace_block", "num_requests", "input_len", "output_len", "turns", "turn_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_positive(
+            self, "trace_block", "num_requests", "input_len", "output_len", "turns", "turn_len"
+        )
         if self.num_documents < 1 or self.pause_ms < 0:
             raise ValueError(
                 f"num_documents ({self.num_documents}) must be at least 1, pause_ms "
@@ -115,3 +116,58 @@ class BenchServeConfig:
     workload: WorkloadConfig
     load: LoadConfig
     report: ReportConfig
+
+
+Mode = Literal["low_latency", "throughput"]
+Dtype = Literal["fp32", "bf16", "fp8"]
+_MODES: tuple[Mode, ...] = ("low_latency", "throughput")
+TIMEOUT_MS = 60_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpConfig:
+    """What is measured."""
+
+    modes: Annotated[tuple[Mode, ...], "decode's and prefill's way"] = _MODES
+    ranks: Annotated[tuple[int, ...], "processes, one run for each"] = (2,)
+    tokens: Annotated[tuple[int, ...], "tokens of each rank, one run for each"] = (1, 16, 128)
+    hidden: Annotated[int, "values of a row"] = 7168
+    experts: Annotated[int, "routed experts"] = 256
+    choices: Annotated[int, "experts of a token"] = 8
+    dtype: Annotated[Dtype, "rows on the way to the experts"] = "bf16"
+    repeats: Annotated[int, "measurements of each case"] = 20
+    json: Annotated[bool, "print one JSON object instead of a table"] = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "hidden", "experts", "choices", "repeats", "ranks", "tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One mode at one size."""
+
+    mode: Mode
+    num_ranks: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """Time by the clock, and of it on a core."""
+
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0
+
+    def __add__(self, other: Elapsed) -> Elapsed:
+        return Elapsed(self.wall_ms + other.wall_ms, self.cpu_ms + other.cpu_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One repeat on one rank; times in ms."""
+
+    copy: Elapsed
+    send: Elapsed
+    receive: Elapsed
+    wire_bytes: int
+    payload_bytes: int

@@ -21,6 +21,7 @@ from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
 from whalepod.tools.bench.roofline import Roof, format_roofs, measure_roof
 from whalepod.tools.bench.stages import StepTimes, format_steps, measure_steps
+from whalepod.tools.flags import require_positive
 from whalepod.tools.table import format_table
 
 if TYPE_CHECKING:
@@ -57,11 +58,7 @@ class DecodeConfig:
     json: Annotated[bool, "print one JSON object instead of a table"] = False
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError(f"batch_sizes must be at least 1, got {self.batch_sizes}")
+        require_positive(self, "num_prompts", "max_tokens", "rounds", "batch_sizes")
 
 
 @dataclass(slots=True, kw_only=True)

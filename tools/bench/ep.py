@@ -1,7 +1,7 @@
 """`whalepod bench ep`: how fast rows travel between ranks, beside a plain copy of the same bytes.
 
 Ranks are processes of this machine over shared memory, one thread each. A repeat measures, one
-behind the other and each from a common start: a copy of as many bytes as the dispatch delivers to
+after the other and each from a common start: a copy of as many bytes as the dispatch delivers to
 the experts of this rank, the dispatch, the copy again, the combine. A figure is that of the slowest
 rank.
 
@@ -18,68 +18,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Annotated, Literal
+from typing import Literal
 
+from whalepod.tools.bench.config import TIMEOUT_MS, Case, Elapsed, EpConfig, Mode, Sample
 from whalepod.tools.table import format_table
-
-Mode = Literal["low_latency", "throughput"]
-Dtype = Literal["fp32", "bf16", "fp8"]
-_MODES: tuple[Mode, ...] = ("low_latency", "throughput")
-TIMEOUT_MS = 60_000.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpConfig:
-    """What is measured."""
-
-    modes: Annotated[tuple[Mode, ...], "decode's and prefill's way"] = _MODES
-    ranks: Annotated[tuple[int, ...], "processes, one run for each"] = (2,)
-    tokens: Annotated[tuple[int, ...], "tokens of each rank, one run for each"] = (1, 16, 128)
-    hidden: Annotated[int, "values of a row"] = 7168
-    experts: Annotated[int, "routed experts"] = 256
-    choices: Annotated[int, "experts of a token"] = 8
-    dtype: Annotated[Dtype, "rows on the way to the experts"] = "bf16"
-    repeats: Annotated[int, "measurements of each case"] = 20
-    json: Annotated[bool, "print one JSON object instead of a table"] = False
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "experts", "choices", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("ranks", "tokens"):
-            if not getattr(self, name) or min(getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One mode at one size."""
-
-    mode: Mode
-    num_ranks: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Elapsed:
-    """Time by the clock, and of it on a core."""
-
-    wall_ms: float = 0.0
-    cpu_ms: float = 0.0
-
-    def __add__(self, other: Elapsed) -> Elapsed:
-        return Elapsed(self.wall_ms + other.wall_ms, self.cpu_ms + other.cpu_ms)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One repeat on one rank; times in ms."""
-
-    copy: Elapsed
-    send: Elapsed
-    receive: Elapsed
-    wire_bytes: int
-    payload_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from whalepod.ep_comm.modes.throughput import Throughput
 from whalepod.ep_comm.row_kernels.compiled import CompiledRows
 from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.transport.shm import ShmTransport
-from whalepod.tools.bench.ep import TIMEOUT_MS, Case, Elapsed, EpConfig, Sample
+from whalepod.tools.bench.config import TIMEOUT_MS, Case, Elapsed, EpConfig, Sample
 
 _ROW_DTYPES: dict[str, RowDtype] = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8"}
 _WARM_UPS = 2

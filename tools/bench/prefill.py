@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from whalepod.server.config import EngineConfig
+from whalepod.tools.flags import require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +20,9 @@ class PrefillConfig:
     json: Annotated[bool, "print one JSON object instead of tables"] = False
 
     def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths must be at least 1, got {self.lengths}")
-        if self.context < 0 or self.rounds < 1:
-            raise ValueError(
-                f"context must be at least 0 and rounds at least 1, got {self.context} and "
-                f"{self.rounds}"
-            )
+        require_positive(self, "lengths", "rounds")
+        if self.context < 0:
+            raise ValueError(f"context must be at least 0, got {self.context}")
 
 
 def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:

@@ -88,7 +88,7 @@ def _vary(mean: int, rng: random.Random) -> int:
 def schedule(requests: list[TraceRequest], load: LoadConfig, seed: int) -> list[TraceRequest]:
     """Give each session its arrival: gaps are gamma distributed (burstiness 1: Poisson).
 
-    Sessions of several requests arrive so much more seldom that the mean rate of requests holds.
+    Sessions of several requests arrive less often, so that the mean rate of requests holds.
     """
     rng = random.Random(f"arrivals:{seed}")
     names = [r.session if r.session is not None else f"#{i}" for i, r in enumerate(requests)]

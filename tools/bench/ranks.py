@@ -1,7 +1,7 @@
 """`whalepod bench ranks`: decoding spread over ranks, beside one engine with all the threads.
 
 Both are loaded and answer the same prompts in turns, so that they see the same minutes of the
-machine; whoever is not measured sleeps. A rate is that of the time in which all requests of the
+machine; the one that is not measured sleeps. A rate is that of the time in which all requests of the
 batch decode: from the last first token to the first end. Figures are medians of the turns.
 """
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
+from whalepod.tools.flags import require_positive
 from whalepod.tools.table import format_table
 
 if TYPE_CHECKING:
@@ -42,9 +43,7 @@ class RanksConfig:
     json: Annotated[bool, "print one JSON object instead of a table"] = False
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "prompt_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_positive(self, "batch_size", "prompt_tokens", "rounds")
         if self.max_tokens < 4:
             raise ValueError(f"max_tokens must be at least 4, got {self.max_tokens}")
 

@@ -72,7 +72,7 @@ class Roof:
 def measure_roof(
     loaded: LoadedModel, num_requests: int, num_tokens: int, context_tokens: int, rounds: int
 ) -> Roof:
-    """Run steps of `num_tokens` random tokens behind `context_tokens` for each request."""
+    """Run steps of `num_tokens` random tokens after `context_tokens` for each request."""
     import torch
 
     from whalepod.models.cache import LatentCache
@@ -230,7 +230,7 @@ def _count(kernels: Kernels, name: str, arguments: Sequence[Any]) -> tuple[int, 
 def random_batch(
     num_requests: int, num_tokens: int, context_tokens: int, vocab_size: int
 ) -> ForwardBatch:
-    """Make a step of random tokens, `num_tokens` behind `context_tokens` for each request."""
+    """Make a step of random tokens, `num_tokens` after `context_tokens` for each request."""
     import torch
 
     from whalepod.models.batch import ForwardBatch

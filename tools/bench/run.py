@@ -7,9 +7,11 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
+
+import uvloop
 
 from whalepod.tools.bench.config import BenchServeConfig, LoadConfig, WorkloadConfig
 from whalepod.tools.bench.http import Answer, Endpoint, RequestFailed
@@ -50,16 +52,8 @@ def play_once(config: BenchServeConfig, model: str, limit: int, run: int) -> dic
     Raises ClientError if the server refuses such requests.
     """
     requests = make_workload(config.workload, config.load)
-    return _run(Player(config, model).play(requests, limit, run))
-
-
-def _run(play: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Run on uvloop where it exists: it halves the client's own work per chunk."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(play)
-    return uvloop.run(play)
+    # on uvloop, which halves the client's own work per chunk
+    return uvloop.run(Player(config, model).play(requests, limit, run))
 
 
 def make_workload(workload: WorkloadConfig, load: LoadConfig) -> list[TraceRequest]:

@@ -153,7 +153,7 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 
 def meets(record: RequestRecord, slo_ms: Mapping[str, float]) -> bool:
-    """Tell whether a request kept every limit; its worst gap counts for itl."""
+    """Return whether a request kept every limit; its worst gap counts for itl."""
     worst = {
         "ttft": record.ttft_ms,
         "tpot": record.tpot_ms or 0.0,

@@ -98,7 +98,7 @@ def shared_tokens(before: TraceRequest, after: TraceRequest, block_tokens: int) 
 
 
 def num_blocks(num_tokens: int, block_tokens: int) -> int:
-    """How many blocks hold so many tokens."""
+    """Return how many blocks hold this many tokens."""
     return -(-num_tokens // block_tokens)
 
 

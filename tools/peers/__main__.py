@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Annotated, Protocol
 
 from whalepod.tools.cli import run_alone
+from whalepod.tools.flags import require_positive
 from whalepod.tools.peers.programs import (
     LlamaEngine,
     PeerFailed,
@@ -32,7 +33,7 @@ from whalepod.tools.peers.table import as_json, format_comparison
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeersConfig:
-    """Whom to compare with, and how long."""
+    """Which engines to compare with, and how long."""
 
     model: Annotated[str, "checkpoint folder that all engines serve"]
     llama_dir: Annotated[
@@ -56,9 +57,7 @@ class PeersConfig:
     out: Annotated[Path | None, "write the JSON object to this file as well"] = None
 
     def __post_init__(self) -> None:
-        for name in ("repeats", "num_threads", "num_requests"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_positive(self, "repeats", "num_threads", "num_requests")
         if self.context < 0 or self.timeout_s <= 0:
             raise ValueError(
                 f"context must be at least 0 and timeout above 0, got {self.context} and "
@@ -160,7 +159,7 @@ class Comparison:
         self.engines: dict[str, Samples] = {}
 
     def add(self, name: str, samples: Samples) -> None:
-        """Take what one turn measured, and show it to whoever watches."""
+        """Take what one turn measured, and show it on stderr."""
         rows = self.engines.setdefault(name, {})
         for row, values in samples.items():
             rows.setdefault(row, []).extend(values)

@@ -39,9 +39,9 @@ def prefill_row(length: int, precision: Precision) -> str:
 
 
 def decode_row(batch_size: int, precision: Precision, context: int = CONTEXT) -> str:
-    """Name a row: tokens/s of all requests together, behind `context` tokens each."""
-    behind = "" if context == CONTEXT else f" behind {context:,}"
-    return f"decode x {batch_size}{behind}, {precision}"
+    """Name a row: tokens/s of all requests together, after `context` tokens each."""
+    after = "" if context == CONTEXT else f" after {context:,}"
+    return f"decode x {batch_size}{after}, {precision}"
 
 
 def whalepod_command(*arguments: str) -> list[str]:
@@ -97,7 +97,7 @@ class WhalepodEngine:
     model: str
     num_threads: int
     context: int
-    """A long context to decode behind as well; 0: none."""
+    """A long context to decode after as well; 0: none."""
     timeout_s: float
     name: str = "whalepod"
 
@@ -154,8 +154,8 @@ class LlamaEngine:
         samples = self._bench("-p", lengths, "-n", str(2 * CONTEXT), "-r", "1")
         samples |= self._batched_bench()
         if self.context and turn == 0:
-            behind = ("-d", str(self.context), "-r", str(self.num_turns))
-            samples |= self._bench("-p", "0", "-n", str(_STEPS), *behind)
+            depth = ("-d", str(self.context), "-r", str(self.num_turns))
+            samples |= self._bench("-p", "0", "-n", str(_STEPS), *depth)
         return samples
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
 from whalepod.tools.bench.roofline import random_batch
 from whalepod.tools.cli import run_alone
+from whalepod.tools.flags import require_positive
 from whalepod.tools.table import format_table
 
 MAX_RATIO = 1.1
@@ -49,9 +50,7 @@ class QualityConfig:
     json: Annotated[bool, "print one JSON object instead of a table"] = False
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_positive(self, "num_prompts", "prompt_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,9 +39,9 @@ OUTPUT_TOKENS = 64
 _MAX_TOKEN_ID = 8000
 _MAX_MODEL_LEN = 1024
 _SLOT_TOKENS = 256
-"""Room for a request; llama-server rounds it up to so many."""
+"""Room for a request; llama-server rounds it up to a multiple of this."""
 _SHARE_ALONE = 16
-"""Without company a server gets one request of so many."""
+"""Without company a server gets one of this many requests."""
 _STOP_GRACE_S = 20.0
 _POLL_S = 0.25
 
@@ -115,7 +115,7 @@ class ServerProcess:
         try:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
-            return  # nobody is left
+            return  # no process is left
 
     def _last_words(self) -> str:
         return last_words(self._log.read_text("utf-8", "replace").splitlines())
@@ -123,7 +123,7 @@ class ServerProcess:
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """One engine behind HTTP."""
+    """One engine over HTTP."""
 
     name: str
     command: Command

@@ -29,9 +29,9 @@ BARS = {
     ("vLLM", ttft_row(1)): 0.5,
     ("vLLM", ttft_row(16)): 0.5,
 }
-"""Ratios to reach by (peer, row): at least so much of its rate, at most so much of its time."""
+"""Ratios to reach by (peer, row): at least this share of its rate, at most this share of its time."""
 LONG_CONTEXT_SHARE = 0.75
-"""Decoding behind the long context keeps at least so much of the rate behind a short one."""
+"""Decoding after the long context keeps at least this share of the rate after a short one."""
 
 Engines = Mapping[str, Samples]
 """Samples by the name of the engine that they are of."""
@@ -45,7 +45,7 @@ class Ratio:
     row: str
     value: float
     bar: float | None
-    """What it should be; None: nobody said."""
+    """What it should be; None: it is not said."""
 
     @property
     def is_time(self) -> bool:
@@ -87,7 +87,7 @@ def ratios_of(row: str, medians: Mapping[str, float]) -> list[Ratio]:
 def long_context_ratio(
     medians: Mapping[str, Mapping[str, float]], context: int
 ) -> tuple[float, bool] | None:
-    """Return the rate behind the long context by that behind a short one, and if it is enough."""
+    """Return the rate after the long context by that after a short one, and if it is enough."""
     rows = decode_row(1, "bf16", context), decode_row(1, "bf16")
     values = [medians.get(row, {}).get(OURS) for row in rows]
     if not context or None in values:
@@ -116,7 +116,7 @@ def as_json(engines: Engines, context: int) -> dict[str, Any]:
 
 
 def format_comparison(engines: Engines, context: int) -> str:
-    """Lay out the medians with a column of ratios behind each peer."""
+    """Lay out the medians with a column of ratios after each peer."""
     peers = [name for name in engines if name != OURS]
     medians = medians_of(engines)
     table = [["row (tok/s unless it says ms)", OURS, *_pairs(peers, ("", ": ratio (bar)"))]]
@@ -134,7 +134,7 @@ def format_comparison(engines: Engines, context: int) -> str:
     if found := long_context_ratio(medians, context):
         verdict = "" if found[1] else ", missed"
         notes.append(
-            f"behind {context:,} tokens decode keeps {found[0]:.0%} of its rate "
+            f"after {context:,} tokens decode keeps {found[0]:.0%} of its rate "
             f"(>= {LONG_CONTEXT_SHARE:.0%}{verdict})"
         )
     return "\n".join([format_table(table, numeric=True), "", *notes])
