@@ -17,7 +17,7 @@ ARGUMENTS = [
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_group_and_one_engine_decode_the_same_batch(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["--batch-size", "3", "--max-tokens", "24", "--rounds", "2", "--json"]
+    flags = ["--batch-size", "3", "--max-tokens", "96", "--rounds", "2", "--json"]
     assert main([*ARGUMENTS, "--expert-parallel-size", "2", *flags]) == 0
 
     report = json.loads(capfd.readouterr().out)

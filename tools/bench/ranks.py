@@ -1,8 +1,8 @@
 """`whalepod bench ranks`: decoding spread over ranks, beside one engine with all the threads.
 
 Both are loaded and answer the same prompts in turns, so that they see the same minutes of the
-machine; the one that is not measured sleeps. A rate is that of the time in which all requests of the
-batch decode: from the last first token to the first end. Figures are medians of the turns.
+machine; the one that is not measured sleeps. A rate is that of the time in which all requests of
+the batch decode: from the last first token to the first end. Figures are medians of the turns.
 """
 
 from __future__ import annotations

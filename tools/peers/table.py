@@ -29,7 +29,7 @@ BARS = {
     ("vLLM", ttft_row(1)): 0.5,
     ("vLLM", ttft_row(16)): 0.5,
 }
-"""Ratios to reach by (peer, row): at least this share of its rate, at most this share of its time."""
+"""Ratios to reach by (peer, row): the least share of its rate, the most of its time."""
 LONG_CONTEXT_SHARE = 0.75
 """Decoding after the long context keeps at least this share of the rate after a short one."""
 
