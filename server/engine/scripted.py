@@ -215,7 +215,7 @@ def load_scripts(folder: Path, path: Path, eos_token_id: int) -> FindScript:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise StartupError(f"test hooks need {file}: {error}") from error
-    encode, turns = _encoder(tokenizer), ScriptFile(path)
+    encode, turns = new_encoder(tokenizer), ScriptFile(path)
 
     @lru_cache(maxsize=1024)
     def find(prompt_token_ids: tuple[int, ...]) -> Script | None:
@@ -225,7 +225,7 @@ def load_scripts(folder: Path, path: Path, eos_token_id: int) -> FindScript:
     return find
 
 
-def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+def new_encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     """Return what turns a piece into tokens; a marker that is one vocabulary item becomes it.
 
     Half a character is written as Python's surrogates (`"\\udcf0\\udc9f"` are the bytes F0 9F);

@@ -20,7 +20,7 @@ from whalepod.scheduler.params import Constraint, SamplingParams
 from whalepod.server.engine.grammar_queue import MAX_COMPILING
 from whalepod.server.engine.local import Engine, Generation
 from whalepod.server.engine.replay import Difference, replay_with_model
-from whalepod.server.engine.script_text import load_encode
+from whalepod.server.engine.scripted import new_encoder
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Abort, Submit
@@ -231,7 +231,8 @@ def test_params_must_match_the_prompts(engine: Engine) -> None:
 
 
 def test_hooks_encode_markers_whole_and_lone_bytes(nano: str) -> None:
-    encode, tokenizer = load_encode(Path(nano)), TextTokenizer.from_folder(Path(nano))
+    tokenizer = TextTokenizer.from_folder(Path(nano))
+    encode = new_encoder(tokenizer.transformers.backend_tokenizer)
     added = json.loads((Path(nano) / "tokenizer.json").read_text())["added_tokens"][0]
     marker = added["content"]
 
