@@ -1,6 +1,7 @@
-"""The composition root: the only place that chooses backends and puts the parts together.
+"""The composition root: puts the parts of an engine together.
 
-Read `build_core` first; `build_model`, `build_speculation` and `cache_memory` are its parts.
+Read `build_core` first; `build_model` and `cache_memory` are its parts, and `choices` has all
+choices between backends.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.cache import LatentCache
 from whalepod.mtp.config import SpeculationConfig
+from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
+from whalepod.mtp.drafter import Drafter
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.journal import RecordedScheduler
 from whalepod.scheduler.params import SamplingParams
@@ -30,20 +33,17 @@ from whalepod.server.build_model import (
     read_checkpoint,
     startup_errors,
 )
-from whalepod.server.build_speculation import (
-    check_acceptance,
-    describe_speculation,
-    new_depth,
-    new_speculator,
-)
 from whalepod.server.cache_memory import new_cache
+from whalepod.server.choices import wants_lookup
 from whalepod.server.config import EngineConfig
+from whalepod.server.engine.acceptance_check import builtin_prompts, check_acceptance
 from whalepod.server.engine.batching import BatchBuilder
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.runner import Runner
 from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import SamplingState
+from whalepod.server.engine.speculation import Speculator
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
 from whalepod.server.structured.interface import Compiler
@@ -68,11 +68,10 @@ def build_core(checkpoint: Checkpoint, placement: ExpertPlacement | None = None)
 
     placement  where the routed experts are; None: all of them here
     """
-    loaded = load_model(checkpoint, placement)
-    config = loaded.engine_config
-    eos_token_ids = eos_token_ids_of(loaded)
-    new_sampler, new_core = _choose_classes(loaded, eos_token_ids)
-    runners = _Runners(loaded, new_sampler)
+    loaded, config = load_model(checkpoint, placement), checkpoint.engine_config
+    eos_token_ids = eos_token_ids_of(checkpoint)
+    new_sampler, new_core = _choose_classes(checkpoint, eos_token_ids)
+    runners = _Runners(checkpoint, loaded, new_sampler)
     runner = runners.new(config.speculation)
     warm_up(runner, config.scheduler, config.speculation.max_depth if runner.makes_drafts else 0)
     # a rank of a group has not all experts before the others are there: its guesses mean nothing
@@ -80,42 +79,35 @@ def build_core(checkpoint: Checkpoint, placement: ExpertPlacement | None = None)
         check_acceptance(
             runners.new(SpeculationConfig(speculation_method="mtp")),
             config.scheduler,
-            loaded.config,
-            loaded.folder,
+            builtin_prompts(checkpoint.folder, checkpoint.config.vocab_size),
             num_blocks=runners.num_blocks,
             eos_token_ids=eos_token_ids,
+            layer=checkpoint.config.num_layers,
         )
-    speculation = describe_speculation(config.speculation, runner.draft_makers)
     journal = _open_journal(config.record)  # last: a start that fails leaves no file behind
     return new_core(
-        _new_scheduler(loaded, runners.num_blocks, eos_token_ids, journal),
+        _new_scheduler(checkpoint, loaded, runners.num_blocks, eos_token_ids, journal),
         runner,
-        _describe(
-            loaded,
-            runners.cache,
-            eos_token_ids,
-            speculation,
-            load_seconds=time.monotonic() - checkpoint.started_s,
-        ),
+        _describe(checkpoint, loaded, runners.cache, eos_token_ids, runner.draft_makers),
         depth=new_depth(config.speculation) if runner.makes_drafts else None,
         seed=config.source.seed,
-        grammars=_new_grammars(loaded, eos_token_ids),
+        grammars=_new_grammars(checkpoint, eos_token_ids),
         journal=journal,
     )
 
 
 def _choose_classes(
-    loaded: LoadedModel, eos_token_ids: frozenset[int]
+    checkpoint: Checkpoint, eos_token_ids: frozenset[int]
 ) -> tuple[Callable[..., Sampler], Callable[..., EngineCore]]:
     """Return what makes the sampler and the engine: scripted ones with `--test-script`."""
-    path = loaded.engine_config.test_script
+    path = checkpoint.engine_config.test_script
     if path is None:
         return Sampler, EngineCore
     if not eos_token_ids:
         raise StartupError("test_script needs a model with an end-of-sequence token")
     from whalepod.server.engine.scripted import ScriptedEngine, ScriptedSampler, load_scripts
 
-    find = load_scripts(loaded.folder, Path(path), min(eos_token_ids))
+    find = load_scripts(checkpoint.folder, Path(path), min(eos_token_ids))
     return partial(ScriptedSampler, find), partial(ScriptedEngine, find)
 
 
@@ -125,18 +117,21 @@ def _choose_classes(
 class _Runners:
     """Makes runners of one model, which share its cache, its sampler and its batches."""
 
-    def __init__(self, loaded: LoadedModel, new_sampler: Callable[..., Sampler]) -> None:
-        config, limits = loaded.engine_config, loaded.engine_config.scheduler
-        self._loaded = loaded
+    def __init__(
+        self, checkpoint: Checkpoint, loaded: LoadedModel, new_sampler: Callable[..., Sampler]
+    ) -> None:
+        config, limits = checkpoint.engine_config, checkpoint.engine_config.scheduler
+        self._model, self._mtp = loaded.model, loaded.mtp
         self.cache = new_cache(
             config,
-            num_layers=loaded.num_cache_layers,
-            row_width=loaded.config.cache_row_width,
-            dtype=loaded.model.dtype,
+            num_layers=checkpoint.config.num_layers + (loaded.mtp is not None),
+            row_width=checkpoint.config.cache_row_width,
+            dtype=checkpoint.dtype,
         )
         self.num_blocks = self.cache.rows_LPBC.shape[1]
         self._sampler = new_sampler(
-            loaded.kernels, by_rejection=config.speculation.speculation_acceptance == "rejection"
+            checkpoint.kernels,
+            by_rejection=config.speculation.speculation_acceptance == "rejection",
         )
         self._batches = BatchBuilder(
             max_tokens=limits.max_num_batched_tokens,
@@ -146,15 +141,15 @@ class _Runners:
 
     def new(self, speculation: SpeculationConfig) -> Runner:
         """Return a runner whose drafts `speculation` makes."""
-        speculator = new_speculator(
-            speculation,
-            self._loaded.mtp,
-            self.cache,
-            self._batches,
-            self._sampler,
-            hidden_size=self._loaded.config.hidden_size,
-        )
-        return Runner(self._loaded.model, self.cache, self._sampler, self._batches, speculator)
+        drafter = None
+        if self._mtp is not None:
+            hidden_size = self._model.config.hidden_size
+            drafter = Drafter(self._mtp, self.cache, self._batches.build, hidden_size=hidden_size)
+        with_lookup = wants_lookup(speculation, has_mtp=drafter is not None)
+        speculator = None
+        if drafter is not None or with_lookup:
+            speculator = Speculator(drafter, self._sampler, with_lookup=with_lookup)
+        return Runner(self._model, self.cache, self._sampler, self._batches, speculator)
 
 
 def warm_up(runner: Runner, limits: SchedulerConfig, num_drafts: int = 0) -> None:
@@ -182,16 +177,27 @@ def warm_up(runner: Runner, limits: SchedulerConfig, num_drafts: int = 0) -> Non
 # -- what stands around it ----------------------------------------------------------------------
 
 
+def new_depth(speculation: SpeculationConfig) -> Depth:
+    """Return what chooses the number of drafts of each step."""
+    if speculation.is_fixed:
+        return FixedDepth(speculation.max_depth)
+    return AdaptiveDepth(speculation.max_depth)
+
+
 def _new_scheduler(
-    loaded: LoadedModel, num_blocks: int, eos_token_ids: frozenset[int], journal: BinaryIO | None
+    checkpoint: Checkpoint,
+    loaded: LoadedModel,
+    num_blocks: int,
+    eos_token_ids: frozenset[int],
+    journal: BinaryIO | None,
 ) -> Scheduler:
-    config = loaded.engine_config
+    config = checkpoint.engine_config
     new = Scheduler if journal is None else partial(RecordedScheduler, file=journal)
     return new(
         config.scheduler,
         num_blocks=num_blocks,
         eos_token_ids=eos_token_ids,
-        prefix_seed=f"{loaded.folder}/{config.source}".encode(),
+        prefix_seed=f"{checkpoint.folder}/{config.source}".encode(),
         block_tokens=BLOCK_TOKENS,
         num_lookback_tokens=int(loaded.mtp is not None),
     )
@@ -210,8 +216,8 @@ def _open_journal(path: str | None) -> BinaryIO | None:
     return file
 
 
-def _new_grammars(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> GrammarStore | None:
-    file, vocab_size = loaded.folder / "tokenizer.json", loaded.config.vocab_size
+def _new_grammars(checkpoint: Checkpoint, eos_token_ids: frozenset[int]) -> GrammarStore | None:
+    file, vocab_size = checkpoint.folder / "tokenizer.json", checkpoint.config.vocab_size
     if not file.exists() or not eos_token_ids:
         return None
 
@@ -225,21 +231,20 @@ def _new_grammars(loaded: LoadedModel, eos_token_ids: frozenset[int]) -> Grammar
 
 
 def _describe(
+    checkpoint: Checkpoint,
     loaded: LoadedModel,
     cache: LatentCache,
     eos_token_ids: frozenset[int],
-    speculation: str,
-    *,
-    load_seconds: float,
+    draft_makers: tuple[str, ...],
 ) -> EngineInfo:
-    """Say what the engine is, for the start-up report and the board."""
-    config, limits = loaded.engine_config, loaded.engine_config.scheduler
+    """Return what the engine is, for the start-up report and the page."""
+    config, limits = checkpoint.engine_config, checkpoint.engine_config.scheduler
     return EngineInfo(
-        model_type=loaded.config.model_type,
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-        kernels=loaded.kernels.name,
+        model_type=checkpoint.config.model_type,
+        dtype=str(checkpoint.dtype).removeprefix("torch."),
+        kernels=checkpoint.kernels.name,
         max_model_len=limits.max_model_len,
-        vocab_size=loaded.config.vocab_size,
+        vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=tuple(sorted(eos_token_ids)),
         num_blocks=cache.rows_LPBC.shape[1],
         block_tokens=BLOCK_TOKENS,
@@ -247,9 +252,18 @@ def _describe(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         weights_bytes=loaded.weights_bytes,
         kv_bytes_per_token=cache.rows_LPBC[:, 0].nbytes // BLOCK_TOKENS,
-        load_seconds=load_seconds,
+        load_seconds=time.monotonic() - checkpoint.started_s,
         expert_bytes=loaded.expert_bytes,
         num_ranks=config.parallel.expert_parallel_size,
-        speculation=speculation,
+        speculation=_describe_speculation(config.speculation, draft_makers),
         structured_outputs_backend=config.structured_outputs_backend,
     )
+
+
+def _describe_speculation(speculation: SpeculationConfig, makers: tuple[str, ...]) -> str:
+    """Return for people what drafts how many tokens: "mtp, adaptive up to 4, coupling"."""
+    if not makers:
+        return "off"
+    kind = "fixed at" if speculation.is_fixed else "adaptive up to"
+    acceptance = speculation.speculation_acceptance
+    return f"{' + '.join(makers)}, {kind} {speculation.max_depth}, {acceptance}"

@@ -1,7 +1,8 @@
-"""The part of the composition root that loads a model, and chooses the kernels it runs on."""
+"""The part of the composition root that loads a model."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +14,7 @@ import orjson
 import torch
 
 from whalepod.ep_comm.interface import ExpertPlacement
-from whalepod.kernels.cpu import CpuKernels, Int8CpuKernels
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
-from whalepod.kernels.reference import ReferenceKernels
-from whalepod.kernels.reference_int8 import Int8ReferenceKernels
 from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.config import ConfigError, ModelConfig, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
@@ -24,14 +22,13 @@ from whalepod.models.packed_files import PackedFiles, fingerprint
 from whalepod.models.source import (
     EMBEDDED_MODEL,
     SourceError,
-    compiled_code_folder,
     default_cache_folder,
     resolve_model,
 )
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
 from whalepod.mtp.module import MtpModule
-from whalepod.server.build_speculation import load_mtp, wants_mtp
 from whalepod.server.cache_memory import settle_length
+from whalepod.server.choices import choose_kernels, wants_mtp
 from whalepod.server.config import EngineConfig, ModelSource
 from whalepod.server.errors import StartupError
 from whalepod.server.progress import reporter
@@ -39,33 +36,11 @@ from whalepod.server.progress import reporter
 ANY_CHUNK = 2**31
 """Batch-invariant mode attends in one way only, absorbed, however long a chunk is."""
 CANARY_POSITIONS = 2 * BLOCK_TOKENS
-"""The canary's text needs so many, however short the requests may be."""
+"""What the canary's text needs, however short the requests may be."""
 SMALLEST_KEPT_BYTES = 256 << 20
 """Checkpoints below it are packed at each start."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model, what it was read from, and the kernels that it runs on."""
-
-    model: DeepseekV3
-    config: ModelConfig
-    engine_config: EngineConfig
-    """What was asked for, with the model's own limits in place of zeros."""
-    kernels: Kernels
-    folder: Path
-    weights_bytes: int
-    mtp: MtpModule | None = None
-    """The layer that drafts, if speculation uses it."""
-
-    @property
-    def expert_bytes(self) -> int:
-        """Return the bytes of the routed experts that are loaded here."""
-        return self.model.expert_bytes + (self.mtp.expert_bytes if self.mtp is not None else 0)
-
-    @property
-    def num_cache_layers(self) -> int:
-        return self.config.num_layers + (self.mtp is not None)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +57,23 @@ class Checkpoint:
     dtype: torch.dtype
     kernels: Kernels
     started_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model with its weights.
+
+    mtp  the layer that drafts, if speculation uses it
+    """
+
+    model: DeepseekV3
+    mtp: MtpModule | None
+    weights_bytes: int
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of the routed experts that are loaded here."""
+        return self.model.expert_bytes + (self.mtp.expert_bytes if self.mtp is not None else 0)
 
 
 def read_checkpoint(config: EngineConfig) -> Checkpoint:
@@ -106,38 +98,56 @@ def read_checkpoint(config: EngineConfig) -> Checkpoint:
 
 def load_model(checkpoint: Checkpoint, placement: ExpertPlacement | None = None) -> LoadedModel:
     """Read or make the weights; `placement` says which experts to load, None: all."""
-    model_config, config = checkpoint.config, checkpoint.engine_config
-    folder, kernels, dtype = checkpoint.folder, checkpoint.kernels, checkpoint.dtype
-    weights = _new_weights(config, model_config, folder, kernels, dtype, placement)
+    device, limits = checkpoint.engine_config.device, checkpoint.engine_config.scheduler
+    weights = _open_weights(checkpoint, placement)
     model = DeepseekV3(
-        model_config,
+        checkpoint.config,
         weights,
-        kernels,
-        max_positions=max(config.scheduler.max_model_len, CANARY_POSITIONS),
+        checkpoint.kernels,
+        max_positions=max(limits.max_model_len, CANARY_POSITIONS),
         absorbed_max_query_tokens=(
-            ANY_CHUNK if config.device.batch_invariant else config.device.absorbed_max_query_tokens
+            ANY_CHUNK if device.batch_invariant else device.absorbed_max_query_tokens
         ),
         placement=placement,
     )
     mtp = None
-    if wants_mtp(config.speculation, model_config):
-        mtp = load_mtp(model, weights, kernels, placement)
+    if wants_mtp(checkpoint.engine_config.speculation, checkpoint.config):
+        mtp = load_mtp(model, weights, checkpoint.kernels, placement)
     if isinstance(weights, CheckpointWeights):
         weights.save_packed()
-    if config.device.batch_invariant:
+    if device.batch_invariant:
         canary(model)
-    return LoadedModel(
-        model=model,
-        config=model_config,
-        engine_config=config,
-        kernels=kernels,
-        folder=folder,
-        weights_bytes=weights.bytes_read,
-        mtp=mtp,
-    )
+    return LoadedModel(model=model, mtp=mtp, weights_bytes=weights.bytes_read)
 
 
-def load_model_for_bench(config: EngineConfig, num_positions: int) -> LoadedModel:
+def load_mtp(
+    model: DeepseekV3,
+    weights: Weights,
+    kernels: Kernels,
+    placement: ExpertPlacement | None = None,
+) -> MtpModule | None:
+    """Load the module.
+
+    A checkpoint that lacks the whole layer, as some quantised ones do, is served without its
+    drafts; one that has a part of the layer raises WeightsError.
+    """
+    if isinstance(weights, CheckpointWeights) and not weights.mtp_names():
+        logger.warning(
+            "WARNING: config.json names a multi-token-prediction layer, but the checkpoint has no "
+            "tensor of it: no drafts"
+        )
+        return None
+    module = MtpModule(model, weights, kernels, placement=placement)
+    unused = weights.unused_mtp_names() if isinstance(weights, CheckpointWeights) else ()
+    if unused:
+        raise WeightsError(
+            f"{unused[0]} is unexpected (and {len(unused) - 1} more): the multi-token-prediction "
+            "layer that config.json describes has no place for it"
+        )
+    return module
+
+
+def load_model_for_bench(config: EngineConfig, num_positions: int) -> tuple[DeepseekV3, Kernels]:
     """Load a model without an engine around it, for texts of up to `num_positions` tokens.
 
     Raises StartupError, one sentence, for what a user can mend.
@@ -145,7 +155,8 @@ def load_model_for_bench(config: EngineConfig, num_positions: int) -> LoadedMode
     limits = replace(config.scheduler, max_model_len=num_positions)
     off = replace(config.speculation, speculation="off")
     with startup_errors():
-        return load_model(read_checkpoint(replace(config, scheduler=limits, speculation=off)))
+        checkpoint = read_checkpoint(replace(config, scheduler=limits, speculation=off))
+        return load_model(checkpoint).model, checkpoint.kernels
 
 
 @contextmanager
@@ -167,67 +178,45 @@ def _choose_dtype(source: ModelSource, config: ModelConfig) -> torch.dtype:
     return torch.float32 if config.torch_dtype == "float32" else torch.bfloat16
 
 
-def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
-    """Return the operations of the device, compiled."""
-    device, is_int8 = config.device, config.source.quantization == "int8"
-    if device.device != "cpu":
-        raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
-    if device.kernels == "reference":
-        return Int8ReferenceKernels() if is_int8 else ReferenceKernels()
-    kind = Int8CpuKernels if is_int8 else CpuKernels
-    kernels = kind(
-        num_threads=device.num_threads or None,
-        is_invariant=device.batch_invariant,
-        code_folder=compiled_code_folder(),
-    )
-    kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
-    return kernels
-
-
-def _new_weights(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    folder: Path,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    placement: ExpertPlacement | None,
-) -> Weights:
-    if config.source.load_format == "dummy":
-        return DummyWeights(model_config, dtype=dtype, seed=config.source.seed)
+def _open_weights(checkpoint: Checkpoint, placement: ExpertPlacement | None) -> Weights:
+    source = checkpoint.engine_config.source
+    if source.load_format == "dummy":
+        return DummyWeights(checkpoint.config, dtype=checkpoint.dtype, seed=source.seed)
     return CheckpointWeights(
-        folder,
-        model_config,
-        dtype=dtype,
+        checkpoint.folder,
+        checkpoint.config,
+        dtype=checkpoint.dtype,
         progress=reporter("weights", "MiB", 1 << 20),
-        packed_files=_packed_files(folder, kernels, dtype, placement),
+        packed_files=_packed_files(checkpoint, placement),
     )
 
 
-def _packed_files(
-    folder: Path, kernels: Kernels, dtype: torch.dtype, placement: ExpertPlacement | None
-) -> PackedFiles | None:
+def _packed_files(checkpoint: Checkpoint, placement: ExpertPlacement | None) -> PackedFiles | None:
     """Return the files of packed weights; None for a model so small that packing takes no time."""
+    folder, layout = checkpoint.folder, checkpoint.kernels.packed_layout
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if num_bytes < SMALLEST_KEPT_BYTES or kernels.packed_layout is None:
+    if num_bytes < SMALLEST_KEPT_BYTES or layout is None:
         return None
-    layout = f"{kernels.packed_layout}/{dtype}"
     parent = default_cache_folder() / "packed"
     owned = placement.owned if placement else None
     experts = f"{owned.start}-{owned.stop}" if owned else "all"
-    return PackedFiles(parent / fingerprint(folder, layout), experts=experts)
+    key = fingerprint(folder, f"{layout}/{checkpoint.dtype}")
+    return PackedFiles(parent / key, experts=experts)
 
 
-def eos_token_ids_of(loaded: LoadedModel) -> frozenset[int]:
+def eos_token_ids_of(checkpoint: Checkpoint) -> frozenset[int]:
     """Return the ends of sequence that config.json, generation_config.json and the tokenizer name.
 
     The gateway gets the same set in `EngineInfo`. Raises StartupError for a file that is damaged.
     """
-    file = loaded.folder / "generation_config.json"
+    file = checkpoint.folder / "generation_config.json"
     extra = _read_object(file).get("eos_token_id")
     ids = [] if extra is None else extra if isinstance(extra, list) else [extra]
     if not all(type(token_id) is int for token_id in ids):
         raise StartupError(f"{file}: eos_token_id must be integers, got {extra!r}")
-    return frozenset(loaded.config.eos_token_ids).union(ids, _tokenizer_eos_ids(loaded.folder))
+    return frozenset(checkpoint.config.eos_token_ids).union(
+        ids, _tokenizer_eos_ids(checkpoint.folder)
+    )
 
 
 def _tokenizer_eos_ids(folder: Path) -> Iterator[int]:

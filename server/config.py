@@ -34,7 +34,9 @@ class ModelSource:
 class DeviceConfig:
     """Where tensors live and who computes on them."""
 
-    device: Annotated[Literal["cpu", "cuda"], "where the model runs"] = "cpu"
+    device: Annotated[Literal["cpu", "cuda"], "where the model runs; cuda is not served yet"] = (
+        "cpu"
+    )
     kernels: Annotated[
         Literal["auto", "reference", "cpu"], "auto: the fastest that this machine has"
     ] = "auto"
@@ -67,7 +69,8 @@ class ParallelConfig:
     ] = 1
     all2all_backend: Annotated[
         Literal["auto", "shm", "gloo", "cuda_ipc", "nvshmem"],
-        "what carries rows between ranks; auto: the fastest that reaches all of them",
+        "what carries rows between ranks; auto: the fastest that reaches all of them; cuda_ipc and "
+        "nvshmem need --device cuda",
     ] = "auto"
     dispatch_timeout_s: Annotated[
         float, "a rank that is so late in a layer is suspect; a step's gather waits eight times"

@@ -14,9 +14,8 @@ from whalepod.ep_comm.handshake import describe
 from whalepod.ep_comm.parallel import Dispatcher, Note, Patience
 from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.traffic import GroupHeap, Traffic, warm_up
-from whalepod.server.build import build_core
+from whalepod.server.build import build_core, new_depth
 from whalepod.server.build_model import Checkpoint, read_checkpoint, startup_errors
-from whalepod.server.build_speculation import new_depth
 from whalepod.server.cluster.group_member import GroupMember, HealthMonitor
 from whalepod.server.cluster.group_store import CALL_TIMEOUT_S, connect_library
 from whalepod.server.cluster.lockstep import Lockstep

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from whalepod.server.channel import EngineChannel
-from whalepod.server.choose_transport import can_return, choose_transport
+from whalepod.server.choices import can_return, choose_transport
 from whalepod.server.cluster.local_ranks import LAST_WORDS_S, RANK_MODULE, LocalRanks
 from whalepod.server.cluster.membership_store import FolderStore
 from whalepod.server.cluster.node_plan import NodePlan, plan_of_one

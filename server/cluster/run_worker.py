@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from whalepod.server.choose_transport import choose_transport
+from whalepod.server.choices import choose_transport
 from whalepod.server.cluster.deadline import Deadline
 from whalepod.server.cluster.join_group import join_group
 from whalepod.server.cluster.local_ranks import LocalRanks

@@ -68,6 +68,25 @@ def builtin_prompts(folder: Path, vocab_size: int) -> list[tuple[int, ...]]:
     return [ids for ids in encoded if ids and max(ids) < vocab_size]
 
 
+def check_acceptance(
+    runner: Runner,
+    limits: SchedulerConfig,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    num_blocks: int,
+    eos_token_ids: frozenset[int],
+    layer: int,
+) -> None:
+    """Continue the prompts, and warn if the layer of this number never guesses right.
+
+    `runner` drafts with the layer alone: looked-up drafts would hide a broken one.
+    """
+    found = measure_acceptance(
+        runner, limits, prompts, num_blocks=num_blocks, eos_token_ids=eos_token_ids
+    )
+    report_acceptance(found, layer=layer)
+
+
 def measure_acceptance(
     runner: Runner,
     limits: SchedulerConfig,

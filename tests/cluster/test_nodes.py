@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from whalepod.server.choose_transport import can_return, choose_transport
+from whalepod.server.choices import can_return, choose_transport
 from whalepod.server.cluster.node_plan import plan_nodes
 from whalepod.server.config import DeviceConfig, EngineConfig, NodesConfig, ParallelConfig
 from whalepod.server.errors import StartupError

@@ -145,9 +145,9 @@ def _roofs(engine: EngineConfig, config: DecodeConfig) -> list[Roof]:
     """Measure steps of one token per request against the limits of the machine."""
     from whalepod.server.build_model import load_model_for_bench
 
-    loaded = load_model_for_bench(engine, config.context + 1)
+    model, kernels = load_model_for_bench(engine, config.context + 1)
     return [
-        measure_roof(loaded, batch_size, 1, config.context, rounds=20 * config.rounds)
+        measure_roof(model, kernels, batch_size, 1, config.context, rounds=20 * config.rounds)
         for batch_size in config.batch_sizes
     ]
 

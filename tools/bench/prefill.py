@@ -33,14 +33,17 @@ def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:
     from whalepod.server.build_model import load_model_for_bench
     from whalepod.tools.bench.roofline import format_roofs, measure_roof
 
-    loaded = load_model_for_bench(engine, config.context + max(config.lengths))
-    roofs = [measure_roof(loaded, 1, n, config.context, config.rounds) for n in config.lengths]
+    model, kernels = load_model_for_bench(engine, config.context + max(config.lengths))
+    roofs = [
+        measure_roof(model, kernels, 1, n, config.context, rounds=config.rounds)
+        for n in config.lengths
+    ]
     if config.json:
         print(json.dumps({
-            "model": engine.source.model, "kernels": loaded.kernels.name,
+            "model": engine.source.model, "kernels": kernels.name,
             "results": [roof.as_json() for roof in roofs],
         }))  # fmt: skip
     else:
-        print(f"{engine.source.model}: {loaded.model.dtype}, {loaded.kernels.name} kernels\n")
+        print(f"{engine.source.model}: {model.dtype}, {kernels.name} kernels\n")
         print(format_roofs(roofs))
     return 0

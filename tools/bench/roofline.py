@@ -18,7 +18,7 @@ from whalepod.tools.table import format_table
 if TYPE_CHECKING:
     from whalepod.kernels.interface import Kernels
     from whalepod.models.batch import ForwardBatch
-    from whalepod.server.build_model import LoadedModel
+    from whalepod.models.deepseek_v3 import DeepseekV3
 
 _STREAM_BYTES = 256 << 20
 _GEMM_SIZE = 1024
@@ -70,7 +70,13 @@ class Roof:
 
 
 def measure_roof(
-    loaded: LoadedModel, num_requests: int, num_tokens: int, context_tokens: int, rounds: int
+    model: DeepseekV3,
+    kernels: Kernels,
+    num_requests: int,
+    num_tokens: int,
+    context_tokens: int,
+    *,
+    rounds: int,
 ) -> Roof:
     """Run steps of `num_tokens` random tokens after `context_tokens` for each request."""
     import torch
@@ -79,26 +85,26 @@ def measure_roof(
 
     num_blocks = num_requests * -(-(context_tokens + num_tokens) // 64)
     cache = LatentCache(
-        num_layers=loaded.config.num_layers,
+        num_layers=model.config.num_layers,
         num_blocks=num_blocks,
-        row_width=loaded.config.cache_row_width,
-        dtype=loaded.model.dtype,
+        row_width=model.config.cache_row_width,
+        dtype=model.dtype,
         device="cpu",
     )
-    batch = random_batch(num_requests, num_tokens, context_tokens, loaded.config.vocab_size)
+    batch = random_batch(num_requests, num_tokens, context_tokens, model.config.vocab_size)
 
     def step() -> None:
-        hidden_TH = loaded.model.forward(batch, cache)
-        loaded.model.logits(hidden_TH[num_tokens - 1 :: num_tokens])
+        hidden_TH = model.forward(batch, cache)
+        model.logits(hidden_TH[num_tokens - 1 :: num_tokens])
 
     with torch.inference_mode():
-        read_limit, gemm_limit = _read_limit(), _gemm_limit(loaded.model.dtype)
+        read_limit, gemm_limit = _read_limit(), _gemm_limit(model.dtype)
         times = [_seconds(step) for _ in range(rounds + 2)][2:]
-        with _recorded(loaded.kernels) as found:
+        with _recorded(kernels) as found:
             step()
     step_s, tokens = median(times), num_requests * num_tokens
-    row_bytes = loaded.config.cache_row_width * loaded.model.dtype.itemsize
-    cache_bytes = loaded.config.num_layers * row_bytes * num_requests * context_tokens
+    row_bytes = model.config.cache_row_width * model.dtype.itemsize
+    cache_bytes = model.config.num_layers * row_bytes * num_requests * context_tokens
     num_bytes = cache_bytes + sum(stage.weight_bytes for stage in found.stages.values())
     return Roof(
         num_requests=num_requests,

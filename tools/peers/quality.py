@@ -149,8 +149,8 @@ def _engine_logits(
 ) -> Tensor:
     """Compute the prompts as `whalepod serve` does, in bf16 or int8."""
     source = replace(engine.source, dtype="bf16", quantization=quantization)
-    loaded = load_model_for_bench(replace(engine, source=source), config.prompt_tokens)
-    return _logits(loaded.model, config)
+    model, _ = load_model_for_bench(replace(engine, source=source), config.prompt_tokens)
+    return _logits(model, config)
 
 
 def _plain_logits(engine: EngineConfig, config: QualityConfig, kernels: ReferenceKernels) -> Tensor:
