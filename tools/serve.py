@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from whalepod.server.cluster.rank_group import RankGroup
     from whalepod.server.cluster.router import RankRouter
     from whalepod.server.engine_launcher import EngineProcess
-    from whalepod.server.gateway.tokenizer import TextTokenizer
     from whalepod.server.messages import EngineInfo
+    from whalepod.server.tokenizer import TextTokenizer
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 END_POLL_S = 0.2
@@ -143,11 +143,11 @@ def parsers_of(gateway: GatewayConfig, folder: Path) -> str | None:
 
     Raises StartupError for a parser that does not fit: now, not after minutes of loading.
     """
-    from whalepod.server.gateway.families.registry import choose_family, read_chat_template
+    from whalepod.server.gateway.chat_formats.registry import choose_chat_format, read_chat_template
 
     override = Path(gateway.chat_template) if gateway.chat_template else None
     template = read_chat_template(folder, override)
-    family = choose_family(
+    family = choose_chat_format(
         template,
         reasoning_parser=gateway.reasoning_parser,
         tool_call_parser=gateway.tool_call_parser,
@@ -218,7 +218,7 @@ def base_url(gateway: GatewayConfig) -> str:
 
 def _load_tokenizer(folder: Path, chat_template: str | None) -> TextTokenizer:
     import whalepod.server.gateway.run  # noqa: F401  (its imports take time, too)
-    from whalepod.server.gateway.tokenizer import TextTokenizer
+    from whalepod.server.tokenizer import TextTokenizer
 
     return TextTokenizer.from_folder(folder, Path(chat_template) if chat_template else None)
 
@@ -233,7 +233,7 @@ def _run_gateway(
     import uvloop
 
     from whalepod.server.gateway.run import serve as serve_http
-    from whalepod.server.gateway.tokenizer import read_default_params
+    from whalepod.server.tokenizer import read_default_params
 
     async def run() -> str | None:
         async with process.channel() as upstream:

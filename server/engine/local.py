@@ -15,8 +15,8 @@ from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
 from whalepod.server.build import build_engine
 from whalepod.server.config import EngineConfig
 from whalepod.server.engine.grammar_queue import MAX_COMPILING
-from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Abort, Rejected, Submit
+from whalepod.server.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,8 +72,8 @@ ANTHROPIC_TYPES: dict[int, str] = {
 """Every other status below 500 is an invalid_request_error, the rest an api_error."""
 
 
-class ApiError(Exception):
-    """An answer that is an error; `code` decides the HTTP status."""
+class ApiError(RequestRejected):
+    """A rejection as an HTTP answer; `code` decides the status."""
 
     def __init__(
         self,
@@ -82,8 +82,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.code, self.message, self.param = code, message, param
+        super().__init__(code, message, param)
         self.headers = {**EXTRA_HEADERS.get(code, {}), **(headers or {})}
 
     @property
@@ -170,7 +169,7 @@ def _from_http_exception(error: HTTPException) -> ApiError:
 
 
 _KINDS = (
-    *(ApiError, RequestRejected, EngineLost),
+    *(RequestRejected, EngineLost),
     *(RequestValidationError, ClientDisconnect, HTTPException),
 )
 
@@ -203,7 +202,7 @@ def errors_in(names: FieldNames) -> Iterator[None]:
     """Name the fields of errors inside as the API that was used does."""
     try:
         yield
-    except (ApiError, RequestRejected) as error:
+    except RequestRejected as error:
         raise _renamed(as_api_error(error), names) from None
 
 

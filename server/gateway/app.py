@@ -23,7 +23,7 @@ from whalepod.server.gateway.gateway import Gateway
 from whalepod.server.gateway.live_requests import LiveRequestMiddleware
 from whalepod.server.gateway.metrics import measuring_lag
 from whalepod.server.gateway.openapi import install_docs
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 _ROUTES = (routes_generate, routes_responses, routes_server, routes_page)
 

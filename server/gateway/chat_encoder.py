@@ -25,7 +25,7 @@ from whalepod.server.gateway.events import (
     FoldedAnswer,
     UsageReady,
 )
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 
 class ChatEncoder:

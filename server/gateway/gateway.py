@@ -14,7 +14,7 @@ import whalepod
 from whalepod.server.config import GatewayConfig
 from whalepod.server.engine_client import EngineClient
 from whalepod.server.gateway.api_errors import ApiError, invalid
-from whalepod.server.gateway.families.registry import choose_family
+from whalepod.server.gateway.chat_formats.registry import choose_chat_format
 from whalepod.server.gateway.generation import PromptRun
 from whalepod.server.gateway.limits import (
     GRAMMAR_TIMEOUT_S,
@@ -25,12 +25,11 @@ from whalepod.server.gateway.limits import (
 )
 from whalepod.server.gateway.live_requests import LiveRequests
 from whalepod.server.gateway.metrics import Metrics
-from whalepod.server.gateway.offload import Offload
 from whalepod.server.gateway.preparation import Preparation
 from whalepod.server.gateway.response_store import ResponseStore
-from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.structured.checker import GrammarChecker
 from whalepod.server.structured.interface import CompilerUnavailableError, GrammarError
+from whalepod.server.tokenizer import TextTokenizer, TokenizerPool
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +49,13 @@ class Gateway:
         self.tokenizer = tokenizer
         self.metrics = Metrics(lambda: upstream.stats, lambda: upstream.rank_stats)
         self.requests = LiveRequests(config.request_timeout_s)
-        self.offload = Offload(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
-        family = choose_family(
+        self.tokenizer_pool = TokenizerPool(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
+        chat_format = choose_chat_format(
             tokenizer.chat_template,
             reasoning_parser=config.reasoning_parser,
             tool_call_parser=config.tool_call_parser,
         )
-        self.preparation = Preparation(upstream.info, tokenizer, default_params, family)
+        self.preparation = Preparation(upstream.info, tokenizer, default_params, chat_format)
         self.stored_responses = ResponseStore(MAX_STORED_RESPONSES, MAX_STORED_RESPONSES_BYTES)
         self._grammars: GrammarChecker | None = None
         self.model_names: Sequence[str] = config.served_model_name or (upstream.info.model_type,)
@@ -92,7 +91,7 @@ class Gateway:
 
     async def close(self) -> None:
         """End the threads and processes that help with requests."""
-        self.offload.close()
+        self.tokenizer_pool.close()
         if self._grammars is not None:
             await self._grammars.close()
 

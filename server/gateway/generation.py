@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
 from whalepod.server.engine_client import EngineClient
 from whalepod.server.gateway.api_errors import ApiError, as_api_error
+from whalepod.server.gateway.chat_formats.interface import Parser, PlainParser
 from whalepod.server.gateway.events import (
     ChoiceStarted,
     Delta,
@@ -18,11 +19,10 @@ from whalepod.server.gateway.events import (
     Finished,
     UsageReady,
 )
-from whalepod.server.gateway.families.interface import Parser, PlainParser
 from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.stops import StopMatcher
-from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Submit
+from whalepod.server.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

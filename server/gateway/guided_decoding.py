@@ -10,12 +10,12 @@ import orjson
 
 from whalepod.scheduler.params import Constraint
 from whalepod.server.gateway.api_errors import invalid
-from whalepod.server.gateway.families.interface import CallOptions, Family, Start
+from whalepod.server.gateway.chat_formats.interface import CallOptions, ChatFormat, Start
 from whalepod.server.gateway.functions import Functions, ToolChoice, strict_functions
 from whalepod.server.gateway.limits import MAX_FORCED_CALLS, MAX_GRAMMAR_CHARS, MAX_NUM_CHOICE_TEXTS
 from whalepod.server.gateway.schema import ChatRequest, CompletionRequest, ResponseFormat
-from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, one_of, quoted
+from whalepod.server.tokenizer import TextTokenizer
 
 ANY_OBJECT: Final = {"type": "object"}
 
@@ -91,8 +91,8 @@ def thinking_budget(request: ChatRequest) -> int | None:
 class Constraints:
     """Builds the grammars of chats, which may call functions and reason first."""
 
-    def __init__(self, family: Family | None, tokenizer: TextTokenizer) -> None:
-        self._family = family
+    def __init__(self, chat_format: ChatFormat | None, tokenizer: TextTokenizer) -> None:
+        self._format = chat_format
         self._tokenizer = tokenizer
 
     def of_chat(
@@ -103,16 +103,16 @@ class Constraints:
         Raises ApiError for wishes that exclude each other, or that the model's format cannot have.
         """
         constraint, param = self._of_answer(request, functions, choice, start)
-        budget, family = thinking_budget(request), self._family
-        if budget is None or start == "content" or not (family and family.reasoning_end):
+        budget, chat_format = thinking_budget(request), self._format
+        if budget is None or start == "content" or not (chat_format and chat_format.reasoning_end):
             return constraint, param
         if start == "open" and constraint is not None and constraint.starts_after is None:
             return constraint, param  # its grammar begins at once and knows no reasoning
-        opening, end = None, self._marker_id(family.reasoning_end)
-        if start == "open" and family.reasoning_start is not None:
-            opening = self._marker_id(family.reasoning_start)
+        opening, end = None, self._marker_id(chat_format.reasoning_end)
+        if start == "open" and chat_format.reasoning_start is not None:
+            opening = self._marker_id(chat_format.reasoning_start)
         # parsers, too, take a call for the end of the reasoning
-        calls = self._tokenizer.ids_of(family.call_openers if choice.mode != "none" else ())
+        calls = self._tokenizer.ids_of(chat_format.call_openers if choice.mode != "none" else ())
         if constraint is None:
             param = "thinking_token_budget"
             constraint = Constraint(kind="any", grammar="", starts_after=end, is_optional=True)
@@ -142,11 +142,11 @@ class Constraints:
             asked, param = _start_with("calls", calls), "tools"
         elif formatted is not None:
             asked = formatted
-            if choice.mode == "auto" and self._family is not None:
+            if choice.mode == "auto" and self._format is not None:
                 calls = self._calls(functions, strict, choice, parallel=parallel)
                 asked = _or_calls(formatted, calls)
         elif asked is None and choice.mode == "auto":
-            self._known_family("tools need", "tools")
+            self._known_format("tools need", "tools")
             return self._strict_calls(functions, strict, parallel=parallel), "tools"
         if asked is None:
             return None, param
@@ -162,8 +162,8 @@ class Constraints:
         """
         if not strict:
             return None
-        family = self._known_family("strict functions need", "tools")
-        block, *single = family.call_openers
+        chat_format = self._known_format("strict functions need", "tools")
+        block, *single = chat_format.call_openers
         opener = self._tokenizer.ids_of([block])
         if not opener:
             raise invalid(
@@ -179,26 +179,26 @@ class Constraints:
             is_open=True,
         )
         constraint = replace(
-            _start_with("calls", family.call_grammar(options)),
+            _start_with("calls", chat_format.call_grammar(options)),
             starts_after=min(opener),
             is_optional=True,
             banned_before=tuple(sorted(self._tokenizer.ids_of(single))),
         )
         return _bounded(constraint, "tools")
 
-    def _known_family(self, who_needs: str, param: str) -> Family:
-        if self._family is None:
+    def _known_format(self, who_needs: str, param: str) -> ChatFormat:
+        if self._format is None:
             raise invalid(
                 param,
                 f"{who_needs} a chat template whose tool calls are known; this model's is not: "
                 "start the server with --tool-call-parser",
             )
-        return self._family
+        return self._format
 
     def _calls(
         self, functions: Functions, strict: frozenset[str], choice: ToolChoice, *, parallel: bool
     ) -> RuleSet:
-        family = self._known_family(f"tool_choice {choice.mode} needs", "tool_choice")
+        chat_format = self._known_format(f"tool_choice {choice.mode} needs", "tool_choice")
         is_named = choice.name is not None
         options = CallOptions(
             tools={name: functions[name] for name in functions if choice.name in (None, name)},
@@ -206,7 +206,7 @@ class Constraints:
             max_calls=MAX_FORCED_CALLS if parallel and not is_named else 1,
             marker=self._marker_term,
         )
-        return family.call_grammar(options)
+        return chat_format.call_grammar(options)
 
     def _marker_term(self, marker: str) -> str:
         """Return the Lark term of a marker: the token that it is, or else its text."""
@@ -217,12 +217,12 @@ class Constraints:
         self, constraint: Constraint, choice: ToolChoice, start: Start
     ) -> Constraint:
         """Let the model think before the grammar begins, but not act."""
-        family = self._family
-        if family is None or family.reasoning_end is None or start != "reasoning":
+        chat_format = self._format
+        if chat_format is None or chat_format.reasoning_end is None or start != "reasoning":
             return constraint
-        end = self._marker_id(family.reasoning_end)
+        end = self._marker_id(chat_format.reasoning_end)
         acts = choice.mode != "none"  # a call there would end the reasoning without its tag
-        banned = self._tokenizer.ids_of(family.markers) - {end} if acts else ()
+        banned = self._tokenizer.ids_of(chat_format.markers) - {end} if acts else ()
         return replace(constraint, starts_after=end, banned_before=tuple(sorted(banned)))
 
     def _marker_id(self, marker: str) -> int:

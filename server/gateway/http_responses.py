@@ -41,7 +41,7 @@ async def answer(
     timer = RequestTimer(gateway.metrics, arrived_s=live.arrived_s)
 
     async def checked() -> list[PromptRun]:
-        runs = await gateway.offload.run(make_runs)
+        runs = await gateway.tokenizer_pool.run(make_runs)
         await gateway.check_grammars(runs)
         return runs
 

@@ -16,14 +16,14 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.cache_salt import CacheSalt
-from whalepod.server.gateway.continuation import check_prefix, prefix_reasoning
-from whalepod.server.gateway.families.interface import (
-    Family,
+from whalepod.server.gateway.chat_formats.interface import (
+    ChatFormat,
     Parser,
     ParserOptions,
     PlainParser,
     Start,
 )
+from whalepod.server.gateway.continuation import check_prefix, prefix_reasoning
 from whalepod.server.gateway.functions import (
     ToolChoice,
     check_history,
@@ -42,8 +42,8 @@ from whalepod.server.gateway.schema import (
     SamplingFields,
     TemplateFields,
 )
-from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import EngineInfo, Submit
+from whalepod.server.tokenizer import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default of /v1/completions; chat goes on to the end of the context."""
@@ -70,15 +70,15 @@ class Preparation:
         info: EngineInfo,
         tokenizer: TextTokenizer,
         default_params: Mapping[str, float],
-        family: Family | None = None,
+        chat_format: ChatFormat | None = None,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self._default_params = default_params
-        self._family = family
+        self._format = chat_format
         self._cache_salt = CacheSalt()
-        self._constraints = Constraints(family, tokenizer)
-        self._markup_ids = tokenizer.ids_of(family.markers if family else ())
+        self._constraints = Constraints(chat_format, tokenizer)
+        self._markup_ids = tokenizer.ids_of(chat_format.markers if chat_format else ())
         try:
             SamplingParams(**self._defaults())
         except ValueError as error:
@@ -106,14 +106,14 @@ class Preparation:
         )
         run = self._run(request, token_ids, params)
         new_parser: Callable[[], Parser] = PlainParser
-        if self._family is not None:
+        if self._format is not None:
             options = ParserOptions(
                 start=start,
                 tools=None if choice.mode == "none" else functions,
                 parallel=request.parallel_tool_calls is not False,
                 new_id=_new_call_id,
             )
-            new_parser = partial(self._family.new_parser, options)
+            new_parser = partial(self._format.new_parser, options)
         return [
             replace(
                 run,
@@ -130,11 +130,11 @@ class Preparation:
 
     def _start(self, prompt_token_ids: Sequence[int], last: Message) -> Start:
         """Return where the answer to a rendered prompt begins."""
-        if self._family is None or (last.prefix and last.content):
+        if self._format is None or (last.prefix and last.content):
             return "content"
         if last.prefix and prefix_reasoning(last):
             return "reasoning"
-        return self._family.start(self._tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:]))
+        return self._format.start(self._tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:]))
 
     def completion(self, request: CompletionRequest) -> list[PromptRun]:
         """Return one run for each prompt."""
@@ -209,10 +209,10 @@ class Preparation:
         with_answer = fields.model_copy(update={"add_generation_prompt": True})
         token_ids = self.chat_tokens(earlier, with_answer, choice)
         text, reasoning = last.content or "", prefix_reasoning(last)
-        if self._family is not None and self._family.reasoning_end is not None:
-            start = self._family.start(self._tokenizer.decode(token_ids[-_TAIL_TOKENS:]))
+        if self._format is not None and self._format.reasoning_end is not None:
+            start = self._format.start(self._tokenizer.decode(token_ids[-_TAIL_TOKENS:]))
             if start == "reasoning":
-                text = reasoning + (self._family.reasoning_end + text if text else "")
+                text = reasoning + (self._format.reasoning_end + text if text else "")
             elif reasoning:
                 raise invalid("messages", "messages: a reasoning to continue needs thinking: true")
         return token_ids + self._tokenizer.encode(text, adds_bos=False)

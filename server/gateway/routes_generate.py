@@ -113,7 +113,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, 
     gateway.check_model(body.model)
     with errors_in(ANTHROPIC_NAMES):
         chat = validate(ChatRequest, prompt_fields(body))
-        token_ids = await gateway.offload.run(lambda: gateway.preparation.prompt_of(chat))
+        token_ids = await gateway.tokenizer_pool.run(lambda: gateway.preparation.prompt_of(chat))
     return {"input_tokens": len(token_ids)}
 
 

@@ -46,7 +46,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, object]
     """Return the tokens of a prompt or of a rendered conversation."""
     gateway = gateway_of(request)
     gateway.check_model(body.model)
-    return await gateway.offload.run(lambda: _tokenized(gateway, body))
+    return await gateway.tokenizer_pool.run(lambda: _tokenized(gateway, body))
 
 
 @router.post("/detokenize")
@@ -56,7 +56,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, obj
     gateway.check_model(body.model)
     gateway.preparation.check_vocabulary(body.tokens, "tokens")
     skip = bool(body.skip_special_tokens)
-    text = await gateway.offload.run(
+    text = await gateway.tokenizer_pool.run(
         lambda: gateway.tokenizer.decode(body.tokens, skip_special_tokens=skip)
     )
     return {"prompt": text}

@@ -25,7 +25,7 @@ from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.auth import read_keys
 from whalepod.server.gateway.limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES
 from whalepod.server.gateway.live_requests import LiveRequests
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 
 class TimedHttpProtocol(HttpToolsProtocol):

@@ -13,14 +13,14 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.gateway.chat_formats.transcripts import block, v31_call
 from tests.gateway.conftest import write_tokenizer
 from tests.gateway.fake_engine import FakeEngine
-from tests.gateway.families.transcripts import block, v31_call
 from tests.gateway.serving import serving
 from whalepod.server.config import GatewayConfig
 from whalepod.server.engine.scripted import ScriptFile
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 CHECKER = "import sys; from llm_comply.cli import main; sys.exit(main())"
 CHECK_S = 240

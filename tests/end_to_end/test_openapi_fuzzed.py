@@ -13,7 +13,7 @@ from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.serving import serving
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 FUZZER = "from schemathesis.cli import schemathesis; schemathesis()"
 CHECKS = (

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
+from tests.gateway.chat_formats.transcripts import block, cut_at, v31_call
 from tests.gateway.conftest import write_tokenizer
 from tests.gateway.fake_engine import FakeEngine
-from tests.gateway.families.transcripts import block, cut_at, v31_call
 from tests.gateway.serving import serving, wait_until
 from whalepod.scheduler.stats import Stats
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.ranks
 ARGUMENTS = (

@@ -22,8 +22,8 @@ from whalepod.server.engine.local import Engine, Generation
 from whalepod.server.engine.replay import Difference, replay_with_model
 from whalepod.server.engine.scripted import new_encoder
 from whalepod.server.errors import StartupError
-from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Abort, Submit
+from whalepod.server.tokenizer import TextTokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3, frequency_penalty=0.2)

@@ -15,7 +15,7 @@ from tests.gateway.real_gateway import real_gateway
 from whalepod.models.synthetic import synthesize
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 MARKERS = [

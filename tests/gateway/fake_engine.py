@@ -12,8 +12,8 @@ from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
 from whalepod.scheduler.stats import Stats
 from whalepod.server.engine.scripted import ScriptFile
 from whalepod.server.errors import EngineLost
-from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import EngineInfo, Submit
+from whalepod.server.tokenizer import TextTokenizer
 
 MAX_MODEL_LEN = 512
 

@@ -23,7 +23,7 @@ from whalepod.server.config import (
     ModelSource,
 )
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 MAX_MODEL_LEN = 512
 OFF = SpeculationConfig(speculation="off")

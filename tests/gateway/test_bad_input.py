@@ -18,7 +18,7 @@ from tests.work import million_steps_s
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.body import is_deeper_than
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

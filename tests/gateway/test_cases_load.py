@@ -22,7 +22,7 @@ from tests.gateway.wire import user
 from tests.scripts import scripted
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 CHAT = "/v1/chat/completions"
 

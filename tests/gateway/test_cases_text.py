@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from starlette.testclient import TestClient
 
+from tests.gateway.chat_formats.transcripts import block, v31_call
 from tests.gateway.fake_engine import FakeEngine
-from tests.gateway.families.transcripts import block, v31_call
 from tests.gateway.wire import (
     calls_of,
     chat,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.gateway.families.transcripts import block, cut_at, v3_call, v31_call
+from tests.gateway.chat_formats.transcripts import block, cut_at, v3_call, v31_call
 from tests.gateway.wire import calls_of, chat, finish_reasons, reasoning_of, stream_chat, text_of
-from whalepod.server.gateway.families.deepseek_parser import (
+from whalepod.server.gateway.chat_formats.deepseek_parser import (
     CALL,
     CALL_END,
     CALLS,

@@ -20,7 +20,7 @@ from tests.gateway.wire import (
 )
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 
 def content(answer: dict[str, object]) -> str:

@@ -9,8 +9,8 @@ import pytest
 
 from tests.gateway.conftest import write_tokenizer
 from whalepod.server.errors import StartupError
-from whalepod.server.gateway.families.registry import read_chat_template
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.gateway.chat_formats.registry import read_chat_template
+from whalepod.server.tokenizer import TextTokenizer
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.gateway.wire import (
     user,
 )
 from whalepod.server.gateway.cache_salt import CacheSalt
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 PATH = "/v1/chat/completions"
 

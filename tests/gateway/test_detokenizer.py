@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, strategies as st
 
 from tests.gateway.conftest import EOS
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 TEXTS = st.text(alphabet="aé上海🙂👨‍👩‍👧ß\n ▁｜", max_size=40)
 

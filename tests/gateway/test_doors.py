@@ -18,7 +18,7 @@ from whalepod.scheduler.stats import Stats
 from whalepod.server.config import GatewayConfig
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 
 @pytest.fixture

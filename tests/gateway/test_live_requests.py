@@ -28,7 +28,7 @@ from whalepod.server.gateway.admin import create_admin_app
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.limits import MAX_HEAD_BYTES
 from whalepod.server.gateway.run import TimedHttpProtocol, serve
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 Ask = Callable[..., httpx2.Response]
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from starlette.testclient import TestClient
 
+from tests.gateway.chat_formats.transcripts import block, cut_at, v31_call
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
-from tests.gateway.families.transcripts import block, cut_at, v31_call
 from tests.gateway.wire import named_events
 from tests.scripts import scripted
 from whalepod.scheduler.limits import RequestRejected
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 CALL = block(v31_call("w", '{"city":"上海"}'))

@@ -18,7 +18,7 @@ from whalepod.scheduler.stats import Stats
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.routes_page import FOLDER, page_files
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 OWN_FILES = sorted(name for name in page_files() if not name.startswith("vendor/"))
 VENDORED = sorted(name for name in page_files() if re.fullmatch(r"vendor/[^/]+", name))

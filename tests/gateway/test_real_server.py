@@ -20,7 +20,7 @@ from whalepod.server.config import GatewayConfig
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.run import serve
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 from tests.gateway.conftest import EOS
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.wire import chat, post, reasoning_of, stream_chat, text_of, user
-from whalepod.server.gateway.families.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
-from whalepod.server.gateway.families.registry import choose_family
+from whalepod.server.gateway.chat_formats.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
+from whalepod.server.gateway.chat_formats.registry import choose_chat_format
 
 
 def both(client: TestClient, *steps: str, **fields: Any) -> tuple[str | None, str]:
@@ -138,12 +138,12 @@ V31_TEMPLATE = (
     ],
 )
 def test_the_family_follows_from_the_template(template: str | None, family: Any) -> None:
-    assert choose_family(template) is family
+    assert choose_chat_format(template) is family
 
 
 def test_names_choose_the_family_of_an_unknown_template() -> None:
-    assert choose_family("x", tool_call_parser="deepseek_v31") is DEEPSEEK_V31
+    assert choose_chat_format("x", tool_call_parser="deepseek_v31") is DEEPSEEK_V31
     assert (
-        choose_family("x", reasoning_parser="deepseek_r1", tool_call_parser="deepseek_v3")
+        choose_chat_format("x", reasoning_parser="deepseek_r1", tool_call_parser="deepseek_v3")
         is DEEPSEEK_R1
     )

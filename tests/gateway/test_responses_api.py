@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from starlette.testclient import TestClient
 
+from tests.gateway.chat_formats.transcripts import block, cut_at, v31_call
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
-from tests.gateway.families.transcripts import block, cut_at, v31_call
 from tests.gateway.wire import error_of, named_events
 from tests.scripts import scripted
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 PATH = "/v1/responses"
 CALL = block(v31_call("w", '{"city":"上海"}'))

@@ -10,7 +10,7 @@ import pytest
 from tests.gateway.conftest import BOS, EOS, write_tokenizer
 from whalepod.scheduler.limits import RequestRejected
 from whalepod.server.errors import StartupError
-from whalepod.server.gateway.tokenizer import TextTokenizer, read_default_params
+from whalepod.server.tokenizer import TextTokenizer, read_default_params
 
 
 def rendered(tokenizer: TextTokenizer, *messages: tuple[str, str], **fields: object) -> str:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, strategies as st
 from starlette.testclient import TestClient
 
+from tests.gateway.chat_formats.transcripts import block, cut_at, v3_call, v31_call
 from tests.gateway.conftest import EOS, MARKERS
 from tests.gateway.fake_engine import FakeEngine
-from tests.gateway.families.transcripts import block, cut_at, v3_call, v31_call
 from tests.gateway.wire import (
     calls_of,
     chat,
@@ -28,7 +28,7 @@ from tests.gateway.wire import (
 from whalepod.server.config import GatewayConfig
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.app import create_app
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer
 
 forms = pytest.mark.parametrize("call", [v3_call, v31_call])
 

@@ -10,14 +10,14 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from whalepod.scheduler.limits import RequestRejected
 from whalepod.server.gateway.api_errors import ApiError
 from whalepod.server.gateway.body import read_body
 from whalepod.server.gateway.chat_encoder import ChatEncoder
 from whalepod.server.gateway.encoder import EncoderOptions
 from whalepod.server.gateway.events import Event, UsageReady
 from whalepod.server.gateway.http_responses import EventStreamResponse
-from whalepod.server.gateway.offload import Offload
-from whalepod.server.gateway.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import TextTokenizer, TokenizerPool
 
 DEADLINE_S = 10.0
 
@@ -82,15 +82,15 @@ def test_too_many_waiting_prompts_are_refused_and_places_come_back() -> None:
     release = threading.Event()
 
     async def run() -> None:
-        offload = Offload(num_threads=1, max_pending=2)
-        waiting = [asyncio.create_task(offload.run(release.wait)) for _ in range(2)]
+        pool = TokenizerPool(num_threads=1, max_pending=2)
+        waiting = [asyncio.create_task(pool.run(release.wait)) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError) as caught:
-            await offload.run(release.wait)
+        with pytest.raises(RequestRejected) as caught:
+            await pool.run(release.wait)
         assert caught.value.code == "queue_full"
         release.set()
         await asyncio.gather(*waiting)
-        assert await offload.run(lambda: 7) == 7
-        offload.close()
+        assert await pool.run(lambda: 7) == 7
+        pool.close()
 
     asyncio.run(run())

@@ -19,8 +19,8 @@ from whalepod.scheduler.params import Constraint, SamplingParams
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.gateway.events import Delta, Finished
 from whalepod.server.gateway.generation import ChoiceDecoder, PromptRun
-from whalepod.server.gateway.tokenizer import TextTokenizer
 from whalepod.server.messages import Abort, StepOutputs, Submit
+from whalepod.server.tokenizer import TextTokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=24, logprobs=0, seed=3)

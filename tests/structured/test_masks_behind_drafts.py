@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 import whalepod.models
 from whalepod.scheduler.params import Constraint
 from whalepod.server.engine.grammar import GrammarState
-from whalepod.server.gateway.families.deepseek import v3_call_grammar, v31_call_grammar
-from whalepod.server.gateway.families.interface import CallOptions
+from whalepod.server.gateway.chat_formats.deepseek import v3_call_grammar, v31_call_grammar
+from whalepod.server.gateway.chat_formats.interface import CallOptions
 from whalepod.server.structured.interface import Compiler, Matcher
 from whalepod.server.structured.llguidance_backend import LlguidanceCompiler
 from whalepod.server.structured.schema_rules import RuleSet, one_of, quoted

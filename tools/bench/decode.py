@@ -287,7 +287,7 @@ def _table(results: Sequence[Result]) -> str:
 def _prompts(engine: EngineConfig, config: DecodeConfig, vocab_size: int) -> list[list[int]]:
     """Return the prompts as token ids; random ones for a model without a tokenizer."""
     from whalepod.models.source import resolve_model
-    from whalepod.server.gateway.tokenizer import TextTokenizer
+    from whalepod.server.tokenizer import TextTokenizer
 
     source = engine.source
     folder = resolve_model(

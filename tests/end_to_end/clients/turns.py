@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.families.transcripts import block, v31_call
+from tests.gateway.chat_formats.transcripts import block, v31_call
 
 HELLO = "Hello, I am scripted."
 SUNNY = "It is sunny in Paris."

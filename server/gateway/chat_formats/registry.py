@@ -1,4 +1,4 @@
-"""Picks the family of a checkpoint by its chat template."""
+"""Picks the format of a checkpoint by its chat template."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Final
 
 from whalepod.server.errors import StartupError
-from whalepod.server.gateway.families.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
-from whalepod.server.gateway.families.interface import Family
+from whalepod.server.gateway.chat_formats.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
+from whalepod.server.gateway.chat_formats.interface import ChatFormat
 
-FAMILIES: Final = (DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31)
+CHAT_FORMATS: Final = (DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31)
 
 AUTO: Final = "auto"
 
@@ -38,40 +38,40 @@ def read_chat_template(folder: Path, override: Path | None = None) -> str | None
     return None if template is None else str(template)
 
 
-def choose_family(
+def choose_chat_format(
     template: str | None, *, reasoning_parser: str = AUTO, tool_call_parser: str = AUTO
-) -> Family | None:
-    """Return the family of a chat template, or the one that both names select.
+) -> ChatFormat | None:
+    """Return the format of a chat template, or the one that both names select.
 
-    None: no family writes such a template and no name was given, so answers are plain text. Raises
+    None: no format writes such a template and no name was given, so answers are plain text. Raises
     StartupError for an unknown name, and for one that the template contradicts.
     """
-    recognised = [family for family in FAMILIES if template and family.recognises(template)]
+    recognised = [each for each in CHAT_FORMATS if template and each.recognises(template)]
     is_named = reasoning_parser != AUTO or tool_call_parser != AUTO
     if not recognised and not is_named:
         return None
-    candidates = recognised or list(FAMILIES)
+    candidates = recognised or list(CHAT_FORMATS)
     for flag, name in (("reasoning", reasoning_parser), ("tool-call", tool_call_parser)):
-        fitting = [family for family in candidates if name in _accepted_names(family, flag)]
+        fitting = [each for each in candidates if name in _accepted_names(each, flag)]
         if not fitting:
             raise StartupError(_explain(flag, name, candidates[0], bool(recognised)))
         candidates = fitting
     return candidates[0]
 
 
-def _accepted_names(family: Family, flag: str) -> frozenset[str]:
-    is_reasoning = flag == "reasoning"
-    names = family.reasoning_parser_names if is_reasoning else family.tool_call_parser_names
-    return names | {AUTO}
+def _accepted_names(chat_format: ChatFormat, flag: str) -> frozenset[str]:
+    if flag == "reasoning":
+        return chat_format.reasoning_parser_names | {AUTO}
+    return chat_format.tool_call_parser_names | {AUTO}
 
 
-def _explain(flag: str, name: str, family: Family, recognised: bool) -> str:
-    known = sorted(frozenset[str]().union(*(_accepted_names(f, flag) for f in FAMILIES)))
+def _explain(flag: str, name: str, chat_format: ChatFormat, recognised: bool) -> str:
+    known = sorted(frozenset[str]().union(*(_accepted_names(f, flag) for f in CHAT_FORMATS)))
     if name not in known:
         return f"--{flag}-parser must be one of {', '.join(known)}; got {name!r}"
     if not recognised:
         return f"--{flag}-parser {name} does not go with the other parser flag: give only one"
     return (
         f"--{flag}-parser {name} does not fit this checkpoint, whose chat template is "
-        f"{family.name}'s: leave the flag out, or replace the template with --chat-template"
+        f"{chat_format.name}'s: leave the flag out, or replace the template with --chat-template"
     )

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Final
 
 from whalepod.server.gateway.blocks import BlockWriter
-from whalepod.server.gateway.families.arguments import ArgumentReader
-from whalepod.server.gateway.families.interface import ParserOptions, Start
-from whalepod.server.gateway.families.scanning import Delimiters, Scanner, TrailingNewlines
+from whalepod.server.gateway.chat_formats.arguments import ArgumentReader
+from whalepod.server.gateway.chat_formats.interface import ParserOptions, Start
+from whalepod.server.gateway.chat_formats.scanning import Delimiters, Scanner, TrailingNewlines
 
 THINK, THINK_END = "<think>", "</think>"
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

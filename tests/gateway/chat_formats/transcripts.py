@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whalepod.server.gateway.blocks import BlockEnded, BlockEvent, BlockGrew, BlockStarted
-from whalepod.server.gateway.families.interface import Family, Parser, ParserOptions, Start
+from whalepod.server.gateway.chat_formats.interface import ChatFormat, Parser, ParserOptions, Start
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -32,7 +32,7 @@ def block(*calls: str, between: str = "") -> str:
 
 
 def new_parser(
-    family: Family,
+    family: ChatFormat,
     start: Start = "content",
     tools: dict[str, Any] | None = TOOLS,
     *,

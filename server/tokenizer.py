@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 from transformers import PreTrainedTokenizerFast
 
 from whalepod.scheduler.limits import RequestRejected
 from whalepod.server.errors import StartupError
-from whalepod.server.gateway.detokenizer import IncrementalDetokenizer
-from whalepod.server.token_bytes import bytes_of_tokens
 
 # A noncharacter: it marks where the text of a special token inside a user's message is broken up.
 _BREAK: Final = "\ufdd0"
@@ -202,3 +203,98 @@ def read_default_params(folder: Path) -> dict[str, float]:
         raise StartupError(f"{file} must hold a JSON object, got {type(config).__name__}")
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return {name: config[name] for name in names if isinstance(config.get(name), int | float)}
+
+
+class IncrementalDetokenizer:
+    """Decode a growing sequence of byte-level tokens; each token costs O(its bytes).
+
+    The pieces that `push` and `flush` return add up to the decoding of the whole sequence. Bytes
+    that begin a character wait for the rest of it; bytes that can never be part of one become
+    U+FFFD, as in a full decode.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes], skipped_ids: frozenset[int]) -> None:
+        self._token_bytes = token_bytes
+        self._skipped_ids = skipped_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes; "" while a character is incomplete."""
+        if token_id in self._skipped_ids or token_id >= len(self._token_bytes):
+            return ""
+        return self._decoder.decode(self._token_bytes[token_id])
+
+    def flush(self) -> str:
+        """Return what an unfinished character decodes to: U+FFFD, or "" when there is none."""
+        return self._decoder.decode(b"", final=True)
+
+
+Result = TypeVar("Result")
+
+
+class TokenizerPool:
+    """A few threads for work that would hold up the event loop, with a bound on what waits."""
+
+    def __init__(self, num_threads: int, max_pending: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="whalepod-tokenizer")
+        self._max_pending = max_pending
+        self._num_pending = 0
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Return `work()`, computed on a thread; RequestRejected queue_full when too much waits."""
+        if self._num_pending >= self._max_pending:
+            message = f"{self._num_pending} prompts wait for the tokenizer"
+            raise RequestRejected("queue_full", message)
+        self._num_pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._num_pending -= 1
+
+    def close(self) -> None:
+        """Drop what waits and end the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def bytes_of_tokens(tokenizer_json: str) -> list[bytes]:
+    """Return the bytes of every token id of a `tokenizer.json`, b"" for ids without a token.
+
+    Raises ValueError unless the tokenizer's decoder is byte-level BPE (GPT-2's alphabet, as in
+    DeepSeek V2 to V3.2).
+    """
+    data = orjson.loads(tokenizer_json)
+    decoder = data["decoder"]
+    if not _is_byte_level(decoder):
+        kind = decoder and decoder.get("type")
+        raise ValueError(f"its decoder is {kind}, but only byte-level BPE is supported")
+    byte_of = byte_alphabet()
+    vocab: dict[str, int] = data["model"]["vocab"]
+    texts: dict[int, bytes] = {
+        token["id"]: token["content"].encode() for token in data["added_tokens"]
+    }
+    table = [b""] * (max([*vocab.values(), *texts], default=-1) + 1)
+    for token, token_id in vocab.items():
+        if token_id not in texts:
+            table[token_id] = bytes(byte_of[letter] for letter in token)
+    for token_id, text in texts.items():
+        table[token_id] = text
+    return table
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Map each letter of the byte-level alphabet to its byte (GPT-2, `bytes_to_unicode`).
+
+    Printable bytes stand for themselves; the others are numbered from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    letters = [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(len(hidden))]
+    return dict(zip(letters, printable + hidden, strict=True))
+
+
+def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        return any(_is_byte_level(part) for part in decoder["decoders"])
+    return bool(decoder["type"] == "ByteLevel")

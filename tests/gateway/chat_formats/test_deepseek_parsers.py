@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.gateway.families.transcripts import (
+from tests.gateway.chat_formats.transcripts import (
     CITY,
     TOOLS,
     Call,
@@ -23,12 +23,12 @@ from tests.gateway.families.transcripts import (
     v31_call,
 )
 from whalepod.server.gateway.blocks import BlockGrew
-from whalepod.server.gateway.families.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
-from whalepod.server.gateway.families.deepseek_parser import MARKERS
-from whalepod.server.gateway.families.interface import Family, Start
-from whalepod.server.gateway.families.registry import FAMILIES
+from whalepod.server.gateway.chat_formats.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
+from whalepod.server.gateway.chat_formats.deepseek_parser import MARKERS
+from whalepod.server.gateway.chat_formats.interface import ChatFormat, Start
+from whalepod.server.gateway.chat_formats.registry import CHAT_FORMATS
 
-families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+families = pytest.mark.parametrize("family", CHAT_FORMATS, ids=lambda family: family.name)
 thinkers = pytest.mark.parametrize("family", [DEEPSEEK_R1, DEEPSEEK_V31], ids=lambda f: f.name)
 forms = pytest.mark.parametrize("call", [v3_call, v31_call])
 
@@ -58,7 +58,7 @@ STARTS = st.sampled_from(["reasoning", "content", "open"])
 @families
 @given(text=WELL_FORMED | TEXTS, start=STARTS, data=st.data())
 def test_no_cut_changes_what_a_text_means(
-    family: Family, text: str, start: Start, data: st.DataObject
+    family: ChatFormat, text: str, start: Start, data: st.DataObject
 ) -> None:
     complete, parallel = data.draw(st.booleans()), data.draw(st.booleans())
     tools = data.draw(st.sampled_from([TOOLS, None]))
@@ -75,7 +75,7 @@ def test_no_cut_changes_what_a_text_means(
 
 @families
 @given(text=WELL_FORMED)
-def test_no_single_cut_changes_what_a_text_means(family: Family, text: str) -> None:
+def test_no_single_cut_changes_what_a_text_means(family: ChatFormat, text: str) -> None:
     whole = parse(new_parser(family, "open"), [text])
 
     for position in range(len(text) + 1):
@@ -96,7 +96,7 @@ SETS_OF_TOOLS = st.sampled_from([TOOLS, {}, None])
 @settings(max_examples=max(300, settings.default.max_examples))
 @given(pieces=PIECES_OF_BYTES, start=STARTS, tools=SETS_OF_TOOLS, data=st.data())
 def test_random_bytes_never_raise(
-    family: Family, pieces: list[bytes], start: Start, tools: Any, data: st.DataObject
+    family: ChatFormat, pieces: list[bytes], start: Start, tools: Any, data: st.DataObject
 ) -> None:
     """Whatever a model says, and wherever its tokens cut characters and markup."""
     complete, parallel = data.draw(st.booleans()), data.draw(st.booleans())
@@ -113,7 +113,7 @@ def test_random_bytes_never_raise(
 
 @families
 @given(text=TEXTS)
-def test_without_tools_their_markup_is_text(family: Family, text: str) -> None:
+def test_without_tools_their_markup_is_text(family: ChatFormat, text: str) -> None:
     assert parse(new_parser(family, tools=None), [text]).content == text
 
 
@@ -124,7 +124,7 @@ def test_without_tools_their_markup_is_text(family: Family, text: str) -> None:
     value=st.text() | st.sampled_from(["x 2>&1", "```", "\n```", "</think>", "{}]"]),
 )
 def test_arguments_arrive_as_the_model_wrote_them(
-    family: Family, call: Any, name: str, value: str
+    family: ChatFormat, call: Any, name: str, value: str
 ) -> None:
     arguments = json.dumps({"city": value}, ensure_ascii=False)
 
@@ -134,7 +134,7 @@ def test_arguments_arrive_as_the_model_wrote_them(
 
 
 @families
-def test_v3_calls_are_separated_by_newlines(family: Family) -> None:
+def test_v3_calls_are_separated_by_newlines(family: ChatFormat) -> None:
     calls = v3_call("w", '{"city":"A"}'), v3_call("w", '{"city":"B"}')
 
     parsed = parse(new_parser(family), [block(*calls, between="\n")])
@@ -144,28 +144,28 @@ def test_v3_calls_are_separated_by_newlines(family: Family) -> None:
 
 @thinkers
 @pytest.mark.parametrize("start", ["reasoning", "open"])
-def test_reasoning_ends_at_its_closing_tag(family: Family, start: Start) -> None:
+def test_reasoning_ends_at_its_closing_tag(family: ChatFormat, start: Start) -> None:
     text = "<think>because</think>answer" if start == "open" else "because</think>answer"
 
     assert parse(new_parser(family, start), list(text)) == Parsed("because", "answer")
 
 
 @thinkers
-def test_an_opening_tag_that_the_prompt_already_has_is_dropped(family: Family) -> None:
+def test_an_opening_tag_that_the_prompt_already_has_is_dropped(family: ChatFormat) -> None:
     text = "<think>because</think>answer"
 
     assert parse(new_parser(family, "reasoning"), [text]) == Parsed("because", "answer")
 
 
 @thinkers
-def test_text_without_a_closing_tag_is_all_reasoning(family: Family) -> None:
+def test_text_without_a_closing_tag_is_all_reasoning(family: ChatFormat) -> None:
     text = "because\n\n</thin"
 
     assert parse(new_parser(family, "reasoning"), list(text)) == Parsed(text, "")
 
 
 @thinkers
-def test_an_open_start_without_the_tag_is_content(family: Family) -> None:
+def test_an_open_start_without_the_tag_is_content(family: ChatFormat) -> None:
     assert parse(new_parser(family, "open"), list("  <thanks>")) == Parsed("", "  <thanks>")
 
 
@@ -191,7 +191,7 @@ def test_v3_does_not_reason() -> None:
 
 @thinkers
 @forms
-def test_a_tool_block_ends_the_reasoning(family: Family, call: Any) -> None:
+def test_a_tool_block_ends_the_reasoning(family: ChatFormat, call: Any) -> None:
     text = "I need the weather" + block(call("w", "{}")) + "</think>late"
 
     parsed = parse(new_parser(family, "reasoning"), list(text))
@@ -200,7 +200,7 @@ def test_a_tool_block_ends_the_reasoning(family: Family, call: Any) -> None:
 
 
 @families
-def test_text_is_delivered_up_to_what_may_be_markup(family: Family) -> None:
+def test_text_is_delivered_up_to_what_may_be_markup(family: ChatFormat) -> None:
     parser = new_parser(family)
 
     sent = [parse_text(feed(parser, piece)) for piece in ("a <", "b ", "<｜tool", "▁x", "\n", "c")]
@@ -214,7 +214,7 @@ def parse_text(events: Any) -> str:
 
 @families
 @forms
-def test_item_28_arguments_stream_while_the_model_writes(family: Family, call: Any) -> None:
+def test_item_28_arguments_stream_while_the_model_writes(family: ChatFormat, call: Any) -> None:
     arguments = '{"city":"A long name of a city"}'
     parser = new_parser(family)
 
@@ -227,7 +227,7 @@ def test_item_28_arguments_stream_while_the_model_writes(family: Family, call: A
 @families
 @forms
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_cut_call_stays_as_it_is(family: Family, call: Any, complete: bool) -> None:
+def test_a_cut_call_stays_as_it_is(family: ChatFormat, call: Any, complete: bool) -> None:
     text = block(call("w", '{"city":"A"}'))
     cut = text[: text.index("A") + 1]
 
@@ -237,7 +237,7 @@ def test_a_cut_call_stays_as_it_is(family: Family, call: Any, complete: bool) ->
 
 
 @families
-def test_a_call_whose_name_is_cut_is_none(family: Family) -> None:
+def test_a_call_whose_name_is_cut_is_none(family: ChatFormat) -> None:
     for text in ("w", "function<｜tool▁sep｜>w", "function<｜tool▁s"):
         parser = new_parser(family)
         parsed = parse(
@@ -260,7 +260,7 @@ def test_a_call_whose_name_is_cut_is_none(family: Family) -> None:
         "<｜tool▁call▁begin｜>now<｜tool▁sep｜>",
     ],
 )
-def test_a_call_without_arguments_has_an_empty_object(family: Family, call: str) -> None:
+def test_a_call_without_arguments_has_an_empty_object(family: ChatFormat, call: str) -> None:
     parsed = parse(new_parser(family), list("<｜tool▁calls▁begin｜>" + call))
 
     assert parsed.calls == [Call("call_0", "now", "{}", ended=True)]
@@ -279,14 +279,14 @@ def test_a_call_without_arguments_has_an_empty_object(family: Family, call: str)
         'w<｜tool▁sep｜>{"city":"A"}',
     ],
 )
-def test_sloppy_calls_are_understood(family: Family, call: str) -> None:
+def test_sloppy_calls_are_understood(family: ChatFormat, call: str) -> None:
     parsed = parse(new_parser(family), list("<｜tool▁call▁begin｜>" + call))
 
     assert parsed.calls == [Call("call_0", "w", '{"city":"A"}', ended=True)]
 
 
 @families
-def test_only_one_call_when_they_must_not_be_parallel(family: Family) -> None:
+def test_only_one_call_when_they_must_not_be_parallel(family: ChatFormat) -> None:
     text = block(v31_call("w", "{}"), v31_call("now", "{}"))
 
     assert len(parse(new_parser(family, parallel=False), list(text)).calls) == 1
@@ -295,7 +295,7 @@ def test_only_one_call_when_they_must_not_be_parallel(family: Family) -> None:
 @families
 @pytest.mark.parametrize("key", ["arguments", "input"])
 @pytest.mark.parametrize("value", ['{"city": "A", "n": 1.50}', '"{\\"city\\": \\"A\\"}"'])
-def test_item_24_a_needless_wrapper_is_removed(family: Family, key: str, value: str) -> None:
+def test_item_24_a_needless_wrapper_is_removed(family: ChatFormat, key: str, value: str) -> None:
     parsed = parse(new_parser(family), list(block(v31_call("w", f'{{ "{key}" : {value} }}'))))
 
     assert parsed.calls[0].arguments == (value if value[0] == "{" else json.loads(value))
@@ -318,7 +318,9 @@ def test_item_24_a_needless_wrapper_is_removed(family: Family, key: str, value: 
         (CITY, "{}"),
     ],
 )
-def test_item_24_what_may_be_meant_stays(family: Family, parameters: Any, arguments: str) -> None:
+def test_item_24_what_may_be_meant_stays(
+    family: ChatFormat, parameters: Any, arguments: str
+) -> None:
     parser = new_parser(family, tools={"w": parameters})
 
     assert parse(parser, list(block(v31_call("w", arguments)))).calls[0].arguments == arguments

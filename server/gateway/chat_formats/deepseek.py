@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from whalepod.server.gateway.families.deepseek_parser import (
+from whalepod.server.gateway.chat_formats.deepseek_parser import (
     CALL,
     CALL_END,
     CALLS,
@@ -21,7 +21,7 @@ from whalepod.server.gateway.families.deepseek_parser import (
     DeepseekParser,
     start_of,
 )
-from whalepod.server.gateway.families.interface import CallOptions, Family
+from whalepod.server.gateway.chat_formats.interface import CallOptions, ChatFormat
 from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, quoted
 
 _ASSISTANT: Final = "<｜Assistant｜>"
@@ -77,7 +77,7 @@ def _parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"type": "object", **parameters} if "properties" in parameters else dict(parameters)
 
 
-DEEPSEEK_R1: Final = Family(
+DEEPSEEK_R1: Final = ChatFormat(
     name="deepseek_r1",
     reasoning_parser_names=frozenset({"deepseek_r1"}),
     tool_call_parser_names=frozenset({"deepseek_v3", "deepseek_r1"}),

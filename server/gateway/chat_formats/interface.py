@@ -1,4 +1,4 @@
-"""The contract between a model family and the rest of the gateway: text in, blocks out."""
+"""The contract between a model chat_format and the rest of the gateway: text in, blocks out."""
 
 from __future__ import annotations
 
@@ -81,27 +81,27 @@ class CallOptions:
     is_open: bool = False
     """Whether the marker that opens the block is in the answer already."""
     marker: Callable[[str], str]
-    """Returns the Lark term of a family's marker: a token, or its text."""
+    """Returns the Lark term of a format's marker: a token, or its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ChatFormat:
     """One way of writing answers, and how to tell which checkpoints write so."""
 
     name: str
     reasoning_parser_names: frozenset[str]
-    """What `--reasoning-parser` may say for it; empty: the family does not reason."""
+    """What `--reasoning-parser` may say for it; empty: the format does not reason."""
     tool_call_parser_names: frozenset[str]
     markers: tuple[str, ...]
     """Markup that must reach the parser, be it made of special tokens or not."""
     reasoning_start: str | None
     """The marker that begins the reasoning, unless the prompt holds it already."""
     reasoning_end: str | None
-    """The marker that ends the reasoning; None: the family does not reason."""
+    """The marker that ends the reasoning; None: the format does not reason."""
     call_openers: tuple[str, ...]
     """The marker that opens a block of calls, then markers that open a call without a block."""
     recognises: Callable[[str], bool]
-    """Whether a chat template (its text) is this family's."""
+    """Whether a chat template (its text) is this format's."""
     start: Callable[[str], Start]
     """Where the answer begins, from the end of the rendered prompt."""
     new_parser: Callable[[ParserOptions], Parser]

@@ -1,1 +1,0 @@
-"""One file for each model family: how its text divides into reasoning, content and tool calls."""
