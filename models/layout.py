@@ -33,7 +33,7 @@ def checkpoint_tensors(config: ModelConfig) -> Iterator[NamedShape]:
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Say whether DeepSeek's FP8 checkpoints hold this tensor in e4m3.
+    """Return whether DeepSeek's FP8 checkpoints hold this tensor in e4m3.
 
     Projections and experts are; embeddings, head, norms, router and `eh_proj` are not.
     """

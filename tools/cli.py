@@ -34,6 +34,7 @@ from whalepod.tools.doctor import DoctorConfig, doctor
 from whalepod.tools.flags import Flag, UsageError, add_command, flags_of, read_config_file
 from whalepod.tools.ps import PsConfig, ps
 from whalepod.tools.serve import ServeOptions
+from whalepod.tools.synth import SynthConfig, synth
 from whalepod.tools.terminal import (
     ChatConfig,
     CompleteConfig,
@@ -65,19 +66,6 @@ GROUPS: dict[type | str, str] = {
     CheckOptions: "Command line",
 }
 SERVE_CONFIGS = (EngineConfig, GatewayConfig, NodesConfig, ServeOptions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SynthConfig:
-    shape: Annotated[str, "v3-nano, v2-nano, v3-mini, v3-layer or v2-lite"]
-    out: Annotated[Path, "folder to write; it must be empty or absent"]
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp8"], "fp8: e4m3 with a scale per 128 x 128 block"
-    ] = "bf16"
-    seed: Annotated[int, "the same seed gives the same weights"] = 0
-    layers: Annotated[int | None, "cut to this many layers; the last stays a mixture"] = None
-    experts: Annotated[int | None, "cut to this many routed experts"] = None
-    shard_mib: Annotated[int, "most MiB of one file, and about the memory needed"] = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,21 +134,6 @@ def serve_flags() -> dict[str, Flag]:
             name: flag for name, flag in flags_of(config, GROUPS).items() if name not in flags
         }
     return flags
-
-
-def synth(config: SynthConfig) -> int:
-    """Write a checkpoint with random weights, to test and to measure with."""
-    from whalepod.tools.synth import main as run
-
-    return run(
-        config.shape,
-        config.out,
-        dtype=config.dtype,
-        seed=config.seed,
-        layers=config.layers,
-        experts=config.experts,
-        shard_mib=config.shard_mib,
-    )
 
 
 def replay(config: ReplayConfig) -> int:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from whalepod.models.config import load_config, parse_config
 from whalepod.models.layout import checkpoint_tensors
 from whalepod.models.presets import PRESETS, preset_config
-from whalepod.models.synthetic import SynthesisError, plan_tensors
+from whalepod.models.synthetic import SynthesisError, plan_tensors, synthesize
 from whalepod.models.synthetic_tokenizer import train_tokenizer
-from whalepod.tools.synth import main, synthesize
+from whalepod.tools.synth import SynthConfig, synth
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
@@ -337,7 +337,7 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path) -> None:
 def test_the_command_fails_with_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: dict[str, Any], message: str
 ) -> None:
-    code = main(out=tmp_path / "out", **arguments)
+    code = synth(SynthConfig(out=tmp_path / "out", **arguments))
 
     stderr = capsys.readouterr().err
     assert code == 1
@@ -346,7 +346,8 @@ def test_the_command_fails_with_one_sentence(
 
 
 def test_the_command_prints_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("v2-nano", tmp_path / "out", dtype="fp8", layers=2) == 0
+    config = SynthConfig(shape="v2-nano", out=tmp_path / "out", dtype="fp8", layers=2)
+    assert synth(config) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out'}\n"
     assert load_config(tmp_path / "out").fp8 is not None
 
