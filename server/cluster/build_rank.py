@@ -17,7 +17,7 @@ from whalepod.ep_comm.traffic import GroupHeap, Traffic, warm_up
 from whalepod.server.build import build_core, new_depth
 from whalepod.server.build_model import Checkpoint, read_checkpoint, startup_errors
 from whalepod.server.cluster.group_member import GroupMember, HealthMonitor
-from whalepod.server.cluster.group_store import CALL_TIMEOUT_S, connect_library
+from whalepod.server.cluster.group_store import connect_library
 from whalepod.server.cluster.lockstep import Lockstep
 from whalepod.server.cluster.lockstep_engine import LockstepEngine
 from whalepod.server.cluster.membership_store import FolderStore, MembershipStore, StaticMembership
@@ -156,11 +156,9 @@ def _connect(
 
 
 def _open_memberships(assignment: RankAssignment) -> MembershipStore:
-    at = assignment.rendezvous
-    if at is None:
+    if not assignment.plan.is_spread:
         return FolderStore(Path(assignment.folder))
-    store = connect_library(at.host, at.port, at.attempt, CALL_TIMEOUT_S)
-    return StaticMembership(store, assignment.num_ranks)
+    return StaticMembership(connect_library(assignment.plan), assignment.num_ranks)
 
 
 def _max_depth(config: EngineConfig) -> int:

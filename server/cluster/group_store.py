@@ -77,25 +77,23 @@ def open_store(plan: NodePlan, deadline: Deadline) -> GroupStore:
     if plan.hosts_store:
         return _host(plan)
     address = _wait_for_listener(plan, deadline)
-    raw = connect_library(plan.address, plan.port, plan.attempt, CALL_TIMEOUT_S)
-    return GroupStore(raw, f"{plan.address}:{plan.port}", address)
+    return GroupStore(connect_library(plan), f"{plan.address}:{plan.port}", address)
 
 
-def connect_library(host: str, port: int, attempt: str, timeout_s: float) -> Store:
+def connect_library(plan: NodePlan, timeout_s: float = CALL_TIMEOUT_S) -> Store:
     """Return a connection for a library that brings its own part of a group together over it.
 
     It has to be one of its own: a library that waits for a key holds the connection meanwhile.
     Raises StartupError.
     """
+    timeout = timedelta(seconds=timeout_s)
     try:
-        raw = TCPStore(
-            host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        raw = TCPStore(plan.address, plan.port, None, False, timeout, wait_for_workers=False)
     except RuntimeError as error:
         raise StartupError(
-            f"the store at {host}:{port} cannot be used ({_first_line(error)})"
+            f"the store at {plan.address}:{plan.port} cannot be used ({_first_line(error)})"
         ) from error
-    return PrefixStore(f"whalepod/{attempt}", raw)
+    return PrefixStore(f"whalepod/{plan.attempt}", raw)
 
 
 def _host(plan: NodePlan) -> GroupStore:

@@ -22,7 +22,6 @@ from whalepod.server.cluster.deadline import Deadline
 from whalepod.server.cluster.group_store import GroupStore, open_store
 from whalepod.server.cluster.local_ranks import LocalRanks
 from whalepod.server.cluster.node_plan import NodePlan
-from whalepod.server.cluster.rank_assignment import RendezvousInfo
 from whalepod.server.cluster.rendezvous import (
     LEADER,
     RETRY_S,
@@ -78,13 +77,8 @@ class JoinedGroup:
 
     def __init__(self, store: GroupStore, plan: NodePlan, rank_map: RankMap) -> None:
         self.rank_map = rank_map
-        self.rendezvous = RendezvousInfo(
-            host=plan.address,
-            port=plan.port,
-            attempt=plan.attempt,
-            address=store.address,
-            timeout_s=plan.timeout_s,
-        )
+        self.address = store.address
+        """Of this machine, as the others reach it."""
         self.end: End | None = None
         """Why the group has ended; None while it goes on."""
         self.asked_to_stop: str | None = None

@@ -23,7 +23,6 @@ from whalepod.server.cluster.rank_assignment import (
     EventFds,
     RankAssignment,
     RankConfig,
-    RendezvousInfo,
     new_event_fds,
 )
 from whalepod.server.codec import encode_value
@@ -56,14 +55,14 @@ class LocalRanks:
         plan: NodePlan,
         transport: TransportName,
         *,
-        rendezvous: RendezvousInfo | None = None,
+        address: str = "",
         module: str = RANK_MODULE,
         stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
-        """rendezvous: where the ranks of all machines meet; None: all ranks are started here."""
+        """address: of this machine, as others reach it; "" if all ranks are started here."""
         self._plan = plan
         self._transport = transport
-        self._rendezvous = rendezvous
+        self._address = address
         self._module = module
         self._stop_grace_s = stop_grace_s
         self._cores = share_cores(plan.ranks_per_node)
@@ -142,7 +141,7 @@ class LocalRanks:
         code = self._processes[rank].poll()
         if code is None:
             return None
-        place = f" on {self._rendezvous.address}" if self._rendezvous else ""
+        place = f" on {self._address}" if self._address else ""
         return f"rank {rank}'s process{place} {describe_exit(code)}"
 
     def why_ended(self) -> str | None:
@@ -171,14 +170,12 @@ class LocalRanks:
         plan = self._plan
         return RankAssignment(
             rank=rank,
-            num_ranks=plan.num_ranks,
+            plan=plan,
             transport=self._transport,
-            ranks_per_node=plan.ranks_per_node,
             folder=str(self.folder),
             heap_fds=self._heap_fds,
             event_fds=self._event_fds,
-            event_index=rank - plan.first_rank,
-            rendezvous=self._rendezvous,
+            address=self._address,
             cores=self._cores[rank % plan.ranks_per_node],
             life=self._num_lives[rank],
         )

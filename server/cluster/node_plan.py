@@ -57,6 +57,11 @@ class NodePlan:
     def num_launchers(self) -> int:
         return self.num_ranks // self.num_local
 
+    @property
+    def is_spread(self) -> bool:
+        """Return whether other launchers start ranks, too."""
+        return self.num_launchers > 1
+
 
 def plan_of_one(num_ranks: int) -> NodePlan:
     """Return the plan of a launcher that starts all ranks."""

@@ -46,12 +46,10 @@ def open_transport(
 
 def _open_store(assignment: RankAssignment) -> Store:
     """Return what the transport's own rendezvous goes over."""
-    rendezvous = assignment.rendezvous
-    if rendezvous is None:
-        return FileStore(str(Path(assignment.folder) / "transport"), assignment.num_ranks)
-    return connect_library(
-        rendezvous.host, rendezvous.port, rendezvous.attempt, rendezvous.timeout_s
-    )
+    plan = assignment.plan
+    if not plan.is_spread:
+        return FileStore(str(Path(assignment.folder) / "transport"), plan.num_ranks)
+    return connect_library(plan, plan.timeout_s)
 
 
 def _open_gloo(
@@ -61,9 +59,8 @@ def _open_gloo(
     patience_ms: float,
     on_arrival: Callable[[], None],
 ) -> Transport:
-    rendezvous = assignment.rendezvous
-    address = rendezvous.address if rendezvous else LOOPBACK
-    timeout_s = rendezvous.timeout_s if rendezvous else LONELY_TIMEOUT_S
+    address = assignment.address or LOOPBACK
+    timeout_s = assignment.plan.timeout_s or LONELY_TIMEOUT_S
     rank, num_ranks = assignment.rank, assignment.num_ranks
     try:
         group = call_within(

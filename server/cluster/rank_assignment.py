@@ -11,52 +11,46 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.config import EngineConfig, TransportName
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RendezvousInfo:
-    """Where the ranks of several machines meet.
-
-    host, port  of the store
-    attempt     tells this start from earlier ones that used the same store
-    address     of this machine, as the others reach it
-    timeout_s   how long a rank waits for the connections to all others
-    """
-
-    host: str
-    port: int
-    attempt: str
-    address: str
-    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssignment:
     """One rank of a group.
 
-    transport         what carries rows between the ranks
-    ranks_per_node    of each machine
-    folder            of memberships and progress, of this machine
-    event_fds  eventfds of the ranks that one launcher has started
-    event_index       which of them is this rank's
-    heap_fds  memfds, one per rank, for `shm`; the first rank to come gives them their size
-    rendezvous           None: the launcher has started all ranks
-    cores             to run on; none: anywhere
-    life              how often this rank was started before
+    plan       of its launcher
+    transport  what carries rows between the ranks
+    folder     of memberships and progress, of this machine
+    event_fds  eventfds of the ranks that the launcher has started
+    heap_fds   memfds, one per rank, for `shm`; the first rank to come gives them their size
+    address    of this machine, as the others reach it; "" if all ranks are on it
+    cores      to run on; none: anywhere
+    life       how often this rank was started before
     """
 
     rank: int
-    num_ranks: int
+    plan: NodePlan
     transport: TransportName
-    ranks_per_node: int
     folder: str
     event_fds: tuple[int, ...]
-    event_index: int
     heap_fds: tuple[int, ...] = ()
-    rendezvous: RendezvousInfo | None = None
+    address: str = ""
     cores: tuple[int, ...] = ()
     life: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.plan.num_ranks
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.plan.ranks_per_node
+
+    @property
+    def event_index(self) -> int:
+        """Return which of the eventfds is this rank's."""
+        return self.rank - self.plan.first_rank
 
     @property
     def own_event_fd(self) -> int:

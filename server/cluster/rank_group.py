@@ -81,7 +81,6 @@ class RankGroup:
         """plan: this machine's part, and the folder of the checkpoint; None: it is the only one."""
         self.num_ranks = config.parallel.expert_parallel_size
         self._config = config
-        self._is_spread = plan is not None
         self._plan = plan or plan_of_one(self.num_ranks)
         self._checkpoint = checkpoint
         self._start_timeout_s = start_timeout_s
@@ -94,7 +93,7 @@ class RankGroup:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            if self._is_spread:
+            if self._plan.is_spread:
                 self._joined = stack.enter_context(self._join())
             stack.callback(self._close_sockets)
             self._local = stack.enter_context(
@@ -102,7 +101,7 @@ class RankGroup:
                     self._config,
                     self._plan,
                     self._transport,
-                    rendezvous=self._joined.rendezvous if self._joined else None,
+                    address=self._joined.address if self._joined else "",
                     module=self._module,
                     stop_grace_s=self._stop_grace_s,
                 )
@@ -150,7 +149,7 @@ class RankGroup:
             address = f"ipc://{self._local.folder}/{name}"
         else:
             assert self._joined is not None, f"rank {rank} is on no machine"
-            host = self._joined.rendezvous.address
+            host = self._joined.address
             address = f"tcp://{f'[{host}]' if ':' in host else host}:*"
         socket = EngineSocket(f"rank {rank}")
         return GroupRank(rank, socket, lambda: self._exit_reason(rank), socket.bind(address))

@@ -33,7 +33,7 @@ def run_worker(
     transport = choose_transport(config, num_launchers=plan.num_launchers)
     with (
         join_group(config, plan, transport, checkpoint, why_stop) as joined,
-        LocalRanks(config, plan, transport, rendezvous=joined.rendezvous) as local,
+        LocalRanks(config, plan, transport, address=joined.address) as local,
         joined.following(local),
     ):
         deadline = Deadline(plan.timeout_s, why_stop)

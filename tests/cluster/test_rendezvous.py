@@ -176,7 +176,7 @@ def port_of(process: subprocess.Popen[str]) -> int:
 
 
 def connect(port: int) -> GroupStore:
-    raw = connect_library(LOOPBACK, port, "0", 20.0)
+    raw = connect_library(plan_of(1, port))
     return GroupStore(raw, f"{LOOPBACK}:{port}", LOOPBACK)
 
 
@@ -212,7 +212,7 @@ def test_a_library_that_waits_for_a_word_holds_up_nobody(
     port = port_of(foreign_store)
     store = connect(port)
     with ThreadPoolExecutor(1) as pool:
-        library = connect_library(LOOPBACK, port, "0", 60.0)
+        library = connect_library(plan_of(1, port), 60.0)
         word = pool.submit(library.get, "late")
         store.set("a", "1")
         assert store.get("a") == "1"
