@@ -107,7 +107,7 @@ def run(address: str, parent_pid: int, open_engine: Open, folders: Sequence[str]
 
 
 def _follow_parent(parent_pid: int, folders: Sequence[str]) -> None:
-    """End this process when its launcher died: nobody else would."""
+    """End this process when its launcher died: nothing else would."""
     while os.getppid() == parent_pid:
         threading.Event().wait(PARENT_POLL_S)
     _remove(folders)

@@ -49,7 +49,7 @@ class EngineSocket:
 
     @property
     def is_cut(self) -> bool:
-        """Say whether the connection has ended since it is watched."""
+        """Return whether the connection has ended since it is watched."""
         if self._monitor is not None and not self._is_cut and self._monitor.poll(0):
             recv_monitor_message(self._monitor)
             self._is_cut = True
@@ -75,7 +75,7 @@ class EngineSocket:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             reason = why_ended()
-            if (info := self.take_info(POLL_MS)) is not None:  # even after the end: last words
+            if (info := self.take_info(POLL_MS)) is not None:  # even after the end: why it ended
                 return info
             if reason is not None:
                 raise StartupError(f"{reason} before it was ready")

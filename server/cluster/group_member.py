@@ -90,7 +90,7 @@ class GroupMember:
 
     @property
     def is_current(self) -> bool:
-        """Say whether this rank goes by the newest membership."""
+        """Return whether this rank goes by the newest membership."""
         return self._health.store.is_newest(self.membership.epoch)
 
     @property
@@ -111,7 +111,7 @@ class GroupMember:
     def adopt(self) -> None:
         """Go by the newest membership from here on.
 
-        Raises RemovedFromGroup if this rank is not in it, and HandshakeError if all ranks are there
+        Raises RemovedFromGroup if this rank is not in it, and HandshakeError if all ranks are in it
         but were started differently.
         """
         newest = self._health.store.newest()
@@ -144,7 +144,7 @@ class GroupMember:
             self._accuse(error.status)
 
     def has_begun(self) -> bool:
-        """Say whether another rank waits for this one's record."""
+        """Return whether another rank waits for this one's record."""
         return self._exchange.has_begun()
 
     def agree(self, record: RankRecord, *, is_asleep: bool) -> Decision | None:
@@ -181,7 +181,7 @@ class GroupMember:
         return decision
 
     def _prepare(self, step: Step) -> None:
-        """Trust all members again, whoever was late in the last step."""
+        """Trust all members again, also those that were late in the last step."""
         self._dispatcher.group.mask(self.missing)
         self._set_patience(step.patience)
         if step.renumber is not None:

@@ -131,8 +131,8 @@ def _wait_for_listener(plan: NodePlan, deadline: Deadline) -> str:
             reason = f" ({error.strerror or error})"
         time.sleep(RETRY_S)
     raise StartupError(
-        f"nobody answers at {where} within {deadline.timeout_s:g} s{reason}: is machine 0 started, "
-        "and is this its address?"
+        f"nothing answers at {where} within {deadline.timeout_s:g} s{reason}: is machine 0 "
+        "started, and is this its address?"
     )
 
 

@@ -16,7 +16,7 @@ from whalepod.server.cluster.rank_record import RankRecord, StepOutcome, group_s
 
 @dataclass(frozen=True, slots=True)
 class Park:
-    """Nobody has work: sleep until somebody has."""
+    """No rank has work: sleep until one has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Step:
     """All ranks step together, those without rows as well.
 
     mode        how tokens reach the experts, for all ranks and rows of the step
-    num_drafts  guesses asked for behind each row; the draft layer runs so often on every rank
+    num_drafts  guesses asked for after each row; the draft layer runs this often on every rank
     renumber    None, or the calls above which all ranks number theirs first: some rank failed
     patience    factor of all timeouts
     """
@@ -106,7 +106,7 @@ class Lockstep:
         )
 
     def _settle_patience(self, outcomes: Collection[StepOutcome]) -> None:
-        """Wait longer where a step failed although nobody raised and all have come here since: some
+        """Wait longer where a step failed although no rank raised and all have come here since: a
         rank is slow, and would be late again."""
         if StepOutcome.FAILED_ELSEWHERE in outcomes and StepOutcome.FAILED_HERE not in outcomes:
             self._patience, self._num_calm = min(2 * self._patience, MAX_PATIENCE), 0

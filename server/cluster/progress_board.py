@@ -38,7 +38,7 @@ class Progress:
 class ProgressBoard:
     """One slot per rank in a file of the group's folder, mapped by all.
 
-    Every slot has one writer. A reader may catch a slot half written: that shows as a wrong word in
+    Every slot has one writer. A reader may catch a slot half written: that shows as a wrong name in
     a message for people, nothing is decided by it.
     """
 

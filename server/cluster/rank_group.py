@@ -94,7 +94,12 @@ class RankGroup:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             if self._plan.is_spread:
-                self._joined = stack.enter_context(self._join())
+                from whalepod.server.cluster.join_group import join_group  # brings torch with it
+
+                assert self._checkpoint is not None, "several machines compare their checkpoints"
+                self._joined = stack.enter_context(
+                    join_group(self._config, self._plan, self._transport, self._checkpoint)
+                )
             stack.callback(self._close_sockets)
             self._local = stack.enter_context(
                 LocalRanks(
@@ -120,14 +125,6 @@ class RankGroup:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
-
-    @contextmanager
-    def _join(self) -> Iterator[JoinedGroup]:
-        from whalepod.server.cluster.join_group import join_group  # brings torch with it
-
-        assert self._checkpoint is not None, "several machines compare their checkpoints"
-        with join_group(self._config, self._plan, self._transport, self._checkpoint) as joined:
-            yield joined
 
     # -- the start ------------------------------------------------------------------------------
 

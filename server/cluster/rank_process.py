@@ -23,7 +23,7 @@ def open_rank(
     should_stop: Callable[[], bool],
     wrap_note: Callable[[Note], Note] = lambda note: note,
 ) -> ServedEngine:
-    """Build the rank that the launcher describes; return when all ranks of its group are there."""
+    """Build the rank that the launcher describes; return when all ranks of its group are ready."""
     config = decode_value(RankConfig, data)
     if config.assignment.cores:
         os.sched_setaffinity(0, config.assignment.cores)

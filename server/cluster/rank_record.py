@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,8 @@ from whalepod.mtp.stats import StepRecord
 
 _BITS = 62
 """Ranks in one integer of a set of ranks; the sign stays free."""
+_NUM_FIXED = 16 + 2 * MAX_DRAFT_TOKENS
+"""Integers of a record, without its set of ranks."""
 
 
 class StepOutcome(IntEnum):
@@ -36,7 +37,7 @@ class RankRecord:
     outcome          of its last step
     calls            how far its low-latency and its throughput calls are numbered
     num_tokens       the most that it would compute in the coming step; 0: nothing to do
-    num_drafts       the most drafts that it could use behind a row
+    num_drafts       the most drafts that it could use after a row
     num_free_blocks  of its cache
     num_waiting      requests that wait for a place
     is_draining      it takes no new requests
@@ -57,14 +58,6 @@ class RankRecord:
     last_step: StepRecord = field(default_factory=StepRecord)
 
 
-_SCALARS = (
-    "epoch", "version", "outcome", "num_tokens", "num_drafts", "num_free_blocks", "num_waiting",
-    "is_draining",
-)  # fmt: skip
-_STEP_SCALARS = tuple(f.name for f in fields(StepRecord) if f.type in ("int", "bool"))
-_NUM_FIXED = len(_SCALARS) + 2 + len(_STEP_SCALARS) + 2 * MAX_DRAFT_TOKENS
-
-
 def record_bytes(num_ranks: int) -> int:
     """Return the size of a record on the wire."""
     return 8 * (_NUM_FIXED + -(-num_ranks // _BITS))
@@ -72,69 +65,74 @@ def record_bytes(num_ranks: int) -> int:
 
 def to_tensor(record: RankRecord, num_ranks: int) -> Tensor:
     """Return the record as int64, always of the same size."""
-    step = record.last_step
-    values = [int(getattr(record, name)) for name in _SCALARS]
-    values += record.calls
-    values += [int(getattr(step, name)) for name in _STEP_SCALARS]
-    for counts in (step.num_judged, step.num_accepted):
-        values += [*counts, *[0] * (MAX_DRAFT_TOKENS - len(counts))]
-    values += _to_words(record.accused, num_ranks)
+    r, s = record, record.last_step
+    accused = [0] * -(-num_ranks // _BITS)
+    for rank in r.accused:
+        accused[rank // _BITS] |= 1 << rank % _BITS
+    values = [
+        r.epoch, r.version, r.outcome, *r.calls, r.num_tokens, r.num_drafts, r.num_free_blocks,
+        r.num_waiting, r.is_draining, s.num_rows, s.num_tokens, s.is_decode, s.num_passes,
+        s.step_time_us, s.draft_time_us, *_padded(s.num_judged), *_padded(s.num_accepted), *accused,
+    ]  # fmt: skip
     return torch.tensor(values, dtype=torch.int64)
 
 
 def from_tensor(tensor: Tensor) -> RankRecord:
     """Return the record that `to_tensor` made into integers."""
     values: list[int] = tensor.tolist()
-    scalars: dict[str, Any] = dict(zip(_SCALARS, values, strict=False))
-    rest = values[len(_SCALARS) :]
-    calls, rest = (rest[0], rest[1]), rest[2:]
-    step: dict[str, Any] = dict(zip(_STEP_SCALARS, rest, strict=False))
-    rest = rest[len(_STEP_SCALARS) :]
-    judged, accepted = rest[:MAX_DRAFT_TOKENS], rest[MAX_DRAFT_TOKENS : 2 * MAX_DRAFT_TOKENS]
+    counts = values[16:_NUM_FIXED]
+    return RankRecord(
+        epoch=values[0],
+        version=values[1],
+        outcome=StepOutcome(values[2]),
+        calls=(values[3], values[4]),
+        num_tokens=values[5],
+        num_drafts=values[6],
+        num_free_blocks=values[7],
+        num_waiting=values[8],
+        is_draining=bool(values[9]),
+        accused=frozenset(_ranks_of(values[_NUM_FIXED:])),
+        last_step=_step_of(values[10:16], counts[:MAX_DRAFT_TOKENS], counts[MAX_DRAFT_TOKENS:]),
+    )
+
+
+def _padded(counts: Sequence[int]) -> list[int]:
+    return [*counts, *[0] * (MAX_DRAFT_TOKENS - len(counts))]
+
+
+def _step_of(values: Sequence[int], judged: Sequence[int], accepted: Sequence[int]) -> StepRecord:
     depth = max((i + 1 for i, count in enumerate(judged) if count), default=0)
-    last_step = StepRecord(
-        **step | {"is_decode": bool(step["is_decode"])},
+    return StepRecord(
+        num_rows=values[0],
+        num_tokens=values[1],
+        is_decode=bool(values[2]),
+        num_passes=values[3],
+        step_time_us=values[4],
+        draft_time_us=values[5],
         num_judged=tuple(judged[:depth]),
         num_accepted=tuple(accepted[:depth]),
     )
-    return RankRecord(
-        **scalars
-        | {"outcome": StepOutcome(scalars["outcome"]), "is_draining": bool(scalars["is_draining"])},
-        calls=calls,
-        accused=_from_words(values[_NUM_FIXED:]),
-        last_step=last_step,
-    )
 
 
-def _to_words(ranks: frozenset[int], num_ranks: int) -> list[int]:
-    words = [0] * -(-num_ranks // _BITS)
-    for rank in ranks:
-        words[rank // _BITS] |= 1 << rank % _BITS
-    return words
-
-
-def _from_words(words: Sequence[int]) -> frozenset[int]:
-    bits = ((i * _BITS + b, word >> b & 1) for i, word in enumerate(words) for b in range(_BITS))
-    return frozenset(rank for rank, is_set in bits if is_set)
+def _ranks_of(masks: Sequence[int]) -> Iterable[int]:
+    for i, mask in enumerate(masks):
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            yield i * _BITS + bit.bit_length() - 1
 
 
 def group_step(records: Iterable[RankRecord]) -> StepRecord:
     """Sum a step of the group up: judged drafts of all ranks, sizes and times of the largest."""
-    steps = [record.last_step for record in records]
-    active = [step for step in steps if step.num_tokens]
-    judged, accepted = [0] * MAX_DRAFT_TOKENS, [0] * MAX_DRAFT_TOKENS
-    for step in active:
-        for position, count in enumerate(step.num_judged):
-            judged[position] += count
-            accepted[position] += step.num_accepted[position]
-    depth = max((i + 1 for i, count in enumerate(judged) if count), default=0)
-    return StepRecord(
-        num_rows=max((step.num_rows for step in active), default=0),
-        num_tokens=max((step.num_tokens for step in active), default=0),
-        is_decode=all(step.is_decode for step in active),
-        num_judged=tuple(judged[:depth]),
-        num_accepted=tuple(accepted[:depth]),
-        num_passes=max((step.num_passes for step in active), default=0),
-        step_time_us=max((step.step_time_us for step in active), default=0),
-        draft_time_us=max((step.draft_time_us for step in active), default=0),
-    )
+    steps = [r.last_step for r in records if r.last_step.num_tokens]
+    largest = [
+        max((s.num_rows for s in steps), default=0),
+        max((s.num_tokens for s in steps), default=0),
+        all(s.is_decode for s in steps),
+        max((s.num_passes for s in steps), default=0),
+        max((s.step_time_us for s in steps), default=0),
+        max((s.draft_time_us for s in steps), default=0),
+    ]
+    judged = [sum(counts) for counts in zip(*(_padded(s.num_judged) for s in steps), strict=True)]
+    accepted = [sum(c) for c in zip(*(_padded(s.num_accepted) for s in steps), strict=True)]
+    return _step_of(largest, judged, accepted)

@@ -70,7 +70,7 @@ class RankRouter:
         self._info = self._group.info  # while a rank is being replaced it can say nothing
         for rank in range(self._group.num_ranks):
             self._ranks.append(await self._open(rank))
-        # a thread for each rank: each replacement waits until all ranks are there
+        # a thread for each rank: each replacement waits until all ranks are members
         self._threads = ThreadPoolExecutor(len(self._ranks), "replace-rank")
         self._watching = asyncio.create_task(self._watch())
         return self
@@ -197,7 +197,7 @@ class RankRouter:
         order = [(self._num_routed + i) % count for i in range(count)]
         alive = [n for n in order if not self._lost_reason(n)]
         if not alive:
-            raise EngineLost("no rank is there: " + "; ".join(self._describe_lost()))
+            raise EngineLost("no rank is alive: " + "; ".join(self._describe_lost()))
         num_tokens = expected_tokens(request)
 
         def load(number: int) -> tuple[bool, int]:
@@ -212,7 +212,7 @@ class RankRouter:
         return [f"rank {n}: {reason}" for n, reason in reasons if reason]
 
     def _lost_reason(self, number: int) -> str | None:
-        """Say why a rank takes no request; its channel knows before the watch does."""
+        """Return why a rank takes no request; its channel knows before the watch does."""
         rank = self._ranks[number]
         return rank.lost or rank.channel.failure
 

@@ -1,6 +1,6 @@
 """A rank's process that breaks where a file in the group's folder tells it to.
 
-The file `mishap` holds "rank operation action"; whoever it names takes it away and acts, once.
+The file `mishap` holds "rank operation action"; the rank named there removes it and acts, once.
 """
 
 from __future__ import annotations

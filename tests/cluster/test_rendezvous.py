@@ -130,9 +130,9 @@ def test_a_port_in_use_is_one_sentence() -> None:
             open_store(plan_of(0, port), Deadline(1.0))
 
 
-def test_an_address_where_nobody_listens_is_one_sentence() -> None:
+def test_an_address_where_nothing_listens_is_one_sentence() -> None:
     port = free_port()
-    with pytest.raises(StartupError, match=rf"nobody answers at 127.0.0.1:{port} .*refused"):
+    with pytest.raises(StartupError, match=rf"nothing answers at 127.0.0.1:{port} .*refused"):
         open_store(plan_of(1, port), Deadline(0.8))
 
 
@@ -206,19 +206,19 @@ def test_a_store_that_does_not_answer_is_lost_at_the_deadline(
         store.get("a")  # once lost, always lost
 
 
-def test_a_library_that_waits_for_a_word_holds_up_nobody(
+def test_a_library_that_waits_for_a_key_holds_up_no_other(
     foreign_store: subprocess.Popen[str],
 ) -> None:
     port = port_of(foreign_store)
     store = connect(port)
     with ThreadPoolExecutor(1) as pool:
         library = connect_library(plan_of(1, port), 60.0)
-        word = pool.submit(library.get, "late")
+        value = pool.submit(library.get, "late")
         store.set("a", "1")
         assert store.get("a") == "1"
-        assert not word.done()
+        assert not value.done()
         store.set("late", "2")
-        assert word.result(20.0) == b"2"
+        assert value.result(20.0) == b"2"
 
 
 # -- the end ------------------------------------------------------------------------------------
