@@ -73,9 +73,20 @@ def join_group(
 
 
 class JoinedGroup:
-    """This launcher among the others, after all have met."""
+    """This launcher among the others, after all have met.
 
-    def __init__(self, store: GroupStore, plan: NodePlan, rank_map: RankMap) -> None:
+    It tells that it lives, and finds out whether the group has ended. Machine 0 listens to all
+    launchers and the others to machine 0.
+    """
+
+    def __init__(
+        self,
+        store: GroupStore,
+        plan: NodePlan,
+        rank_map: RankMap,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.rank_map = rank_map
         self.address = store.address
         """Of this machine, as the others reach it."""
@@ -86,6 +97,12 @@ class JoinedGroup:
         self._store = store
         self._plan = plan
         self._local: LocalRanks | None = None
+        self._clock = clock
+        self._num_beats = 0
+        others = set(rank_map.launchers) - {LEADER} if plan.is_leader else {LEADER}
+        self._heard: dict[int, tuple[str | None, float]] = {
+            launcher: (None, clock()) for launcher in others
+        }
 
     @contextmanager
     def following(self, local: LocalRanks) -> Iterator[None]:
@@ -95,7 +112,7 @@ class JoinedGroup:
         local  this launcher's ranks
         """
         self._local = local
-        thread = threading.Thread(target=self._follow, args=(local,), name="follow-group")
+        thread = threading.Thread(target=self._follow, args=(local,), daemon=True)
         thread.start()
         try:
             yield
@@ -107,10 +124,9 @@ class JoinedGroup:
             thread.join()
 
     def _follow(self, local: LocalRanks) -> None:
-        monitor = LauncherMonitor(self._store, self._plan, self.rank_map)
         while self.end is None:
             try:
-                end, self.asked_to_stop = monitor.look(), self._store.get("stop")
+                end, self.asked_to_stop = self.look(), self._store.get("stop")
             except GroupLost as error:
                 end = End(1, str(error))
             if end is not None:
@@ -121,6 +137,28 @@ class JoinedGroup:
         if not self._plan.is_leader:
             with suppress(GroupLost):
                 leave(self._store, self._plan)
+
+    def look(self) -> End | None:
+        """Return why the group has ended; None while it goes on. Raises StoreLost."""
+        self._num_beats += 1
+        self._store.set(f"beat/{self._plan.first_rank}", str(self._num_beats))
+        end = read_end(self._store)
+        if end is not None:
+            return end
+        reason = self._silent()
+        return None if reason is None else end_group(self._store, End(1, reason))
+
+    def _silent(self) -> str | None:
+        """Return which launcher is not heard of any more."""
+        now = self._clock()
+        for launcher, (last, since) in self._heard.items():
+            beat = self._store.get(f"beat/{launcher}")
+            if beat != last:
+                self._heard[launcher] = beat, now
+            elif now - since > SILENCE_S:
+                name = self.rank_map.name(self.rank_map.ranks_of(launcher))
+                return f"the machine of {name} is silent for {SILENCE_S:g} s"
+        return None
 
     def conclude(self, end: End) -> None:
         """End the group with this reason, unless there is one already."""
@@ -175,53 +213,6 @@ def wait_until_left(store: GroupStore, rank_map: RankMap, timeout_s: float) -> N
     while others and time.monotonic() < deadline:
         others = {launcher for launcher in others if store.get(f"left/{launcher}") is None}
         time.sleep(RETRY_S)
-
-
-class LauncherMonitor:
-    """Tells that this launcher lives, and finds out whether the group has ended.
-
-    Machine 0 listens to all launchers and the others to machine 0.
-    """
-
-    def __init__(
-        self,
-        store: GroupStore,
-        plan: NodePlan,
-        rank_map: RankMap,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store = store
-        self._rank_map = rank_map
-        self._own = plan.first_rank
-        self._clock = clock
-        self._num_beats = 0
-        others = set(rank_map.launchers) - {LEADER} if plan.is_leader else {LEADER}
-        self._heard: dict[int, tuple[str | None, float]] = {
-            launcher: (None, clock()) for launcher in others
-        }
-
-    def look(self) -> End | None:
-        """Return why the group has ended; None while it goes on. Raises StoreLost."""
-        self._num_beats += 1
-        self._store.set(f"beat/{self._own}", str(self._num_beats))
-        end = read_end(self._store)
-        if end is not None:
-            return end
-        reason = self._silent()
-        return None if reason is None else end_group(self._store, End(1, reason))
-
-    def _silent(self) -> str | None:
-        """Return which launcher is not heard of any more."""
-        now = self._clock()
-        for launcher, (last, since) in self._heard.items():
-            beat = self._store.get(f"beat/{launcher}")
-            if beat != last:
-                self._heard[launcher] = beat, now
-            elif now - since > SILENCE_S:
-                name = self._rank_map.name(self._rank_map.ranks_of(launcher))
-                return f"the machine of {name} is silent for {SILENCE_S:g} s"
-        return None
 
 
 def settings_of(

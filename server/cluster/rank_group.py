@@ -164,7 +164,8 @@ class RankGroup:
             for one in list(pending):
                 with naming(one.rank):
                     if one.socket.take_info(max(POLL_MS // len(pending), 1)) is not None:
-                        one.socket.watch_connection()
+                        if self._joined is not None:  # else its process is ours to ask
+                            one.socket.watch_connection()
                         pending.remove(one)
             if reason is not None:
                 raise StartupError(reason)

@@ -19,7 +19,7 @@ from whalepod.server.cluster.deadline import Deadline
 from whalepod.server.cluster.group_store import GroupStore, StoreLost, connect_library, open_store
 from whalepod.server.cluster.join_group import (
     SILENCE_S,
-    LauncherMonitor,
+    JoinedGroup,
     leave,
     wait_until_left,
 )
@@ -228,7 +228,7 @@ def test_the_first_reason_is_everybodys(stores: tuple[GroupStore, GroupStore]) -
     assert read_end(stores[0]) is None
     first = end_group(stores[1], End(1, "rank 3 was ended by SIGKILL"))
     assert end_group(stores[0], End(0, "told to stop")) == first
-    watch = LauncherMonitor(stores[0], plan_of(0, 1), RANK_MAP)
+    watch = JoinedGroup(stores[0], plan_of(0, 1), RANK_MAP)
     assert watch.look() == first
 
 
@@ -247,8 +247,8 @@ def test_a_machine_that_falls_silent_ends_the_group(
     stores: tuple[GroupStore, GroupStore], node: int, silent: str
 ) -> None:
     now = 0.0
-    watch = LauncherMonitor(stores[0], plan_of(node, 1), RANK_MAP, clock=lambda: now)
-    other = LauncherMonitor(stores[1], plan_of(1 - node, 1), RANK_MAP, clock=lambda: 0.0)
+    watch = JoinedGroup(stores[0], plan_of(node, 1), RANK_MAP, clock=lambda: now)
+    other = JoinedGroup(stores[1], plan_of(1 - node, 1), RANK_MAP, clock=lambda: 0.0)
     for _ in range(4):
         now += SILENCE_S - 1.0
         assert other.look() is None

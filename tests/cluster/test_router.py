@@ -65,6 +65,9 @@ class FakeRanks:
     taken_out: list[int] = field(default_factory=list)
     replacement: EngineChannel | None = None
     failure: str | None = None
+    look_errors: list[Exception] = field(default_factory=list)
+    start_errors: list[Exception] = field(default_factory=list)
+    """What `why_lost` and `replace_rank` raise before they do what they should."""
 
     @property
     def num_ranks(self) -> int:
@@ -78,6 +81,8 @@ class FakeRanks:
         return FakeProcess(self.channels[rank])
 
     def why_lost(self, rank: int) -> str | None:
+        if self.look_errors:
+            raise self.look_errors.pop()
         return self.lost.get(rank)
 
     def where(self, rank: int) -> str:
@@ -89,6 +94,8 @@ class FakeRanks:
     def stop_replacing(self) -> None: ...
 
     def replace_rank(self, rank: int) -> FakeProcess:
+        if self.start_errors:
+            raise self.start_errors.pop()
         if self.replacement is None:
             raise GroupLost(f"rank {rank} cannot be replaced: there is no other")
         del self.lost[rank]
@@ -236,6 +243,36 @@ def test_what_a_lost_rank_had_not_begun_runs_elsewhere_and_what_it_had_begun_fai
             await router.ping(DEADLINE_S)
         await until(lambda: router.failure is not None)
         assert router.failure == f"rank {number} cannot be replaced: there is no other"
+
+    run(tmp_path, scenario, *roomy_cores())
+
+
+def test_a_look_that_fails_once_is_repeated(tmp_path: Path) -> None:
+    async def scenario(router: RankRouter, ranks: FakeRanks, cores: list[EngineCore]) -> None:
+        ranks.look_errors = [OSError(24, "Too many open files") for _ in range(3)]
+        await until(lambda: not ranks.look_errors)
+        assert router.failure is None
+        ranks.lost[1] = "ended by SIGKILL"
+        await until(lambda: ranks.taken_out == [1])
+
+    run(tmp_path, scenario, *roomy_cores())
+
+
+def test_a_replacement_that_fails_once_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whalepod.server.cluster.router.RETRY_S", 0.01)
+
+    async def scenario(router: RankRouter, ranks: FakeRanks, cores: list[EngineCore]) -> None:
+        new_folder = tmp_path / "new"
+        new_folder.mkdir()
+        async with engine(new_folder) as (channel, _):
+            ranks.replacement = channel
+            ranks.start_errors = [OSError(28, "No space left on device")]
+            ranks.lost[1] = "ended by SIGKILL"
+            await until(lambda: ranks.taken_out == [1] and not ranks.lost)
+            await until(lambda: router._ranks[1].lost is None)
+            assert router.failure is None
 
     run(tmp_path, scenario, *roomy_cores())
 
