@@ -11,9 +11,9 @@ import orjson
 from whalepod.scheduler.params import Constraint
 from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.chat_formats.interface import CallOptions, ChatFormat, Start
-from whalepod.server.gateway.functions import Functions, ToolChoice, strict_functions
 from whalepod.server.gateway.limits import MAX_FORCED_CALLS, MAX_GRAMMAR_CHARS, MAX_NUM_CHOICE_TEXTS
 from whalepod.server.gateway.schema import ChatRequest, CompletionRequest, ResponseFormat
+from whalepod.server.gateway.tools import Functions, ToolChoice, strict_functions
 from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, one_of, quoted
 from whalepod.server.tokenizer import TextTokenizer
 
@@ -88,7 +88,7 @@ def thinking_budget(request: ChatRequest) -> int | None:
     return budget
 
 
-class Constraints:
+class GuidedDecoding:
     """Builds the grammars of chats, which may call functions and reason first."""
 
     def __init__(self, chat_format: ChatFormat | None, tokenizer: TextTokenizer) -> None:

@@ -32,6 +32,7 @@ from whalepod.server.gateway.responses_input import (
     chat_of_items,
 )
 from whalepod.server.gateway.schema import ChatRequest, CompletionRequest, SamplingFields
+from whalepod.server.gateway.tools import read_choice, read_functions
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -113,7 +114,10 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, 
     gateway.check_model(body.model)
     with errors_in(ANTHROPIC_NAMES):
         chat = validate(ChatRequest, prompt_fields(body))
-        token_ids = await gateway.tokenizer_pool.run(lambda: gateway.preparation.prompt_of(chat))
+        choice = read_choice(chat.tool_choice, read_functions(chat.tools))
+        token_ids = await gateway.tokenizer_pool.run(
+            lambda: gateway.preparation.prompts.chat(chat.messages, chat, choice)
+        )
     return {"input_tokens": len(token_ids)}
 
 

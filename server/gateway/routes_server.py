@@ -54,7 +54,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, obj
     """Return the text of tokens."""
     gateway = gateway_of(request)
     gateway.check_model(body.model)
-    gateway.preparation.check_vocabulary(body.tokens, "tokens")
+    gateway.preparation.prompts.check_vocabulary(body.tokens, "tokens")
     skip = bool(body.skip_special_tokens)
     text = await gateway.tokenizer_pool.run(
         lambda: gateway.tokenizer.decode(body.tokens, skip_special_tokens=skip)
@@ -66,7 +66,7 @@ def _tokenized(gateway: Gateway, body: TokenizeRequest) -> dict[str, object]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "give either prompt or messages")
     if body.messages is not None:
-        token_ids = gateway.preparation.chat_tokens(body.messages, body)
+        token_ids = gateway.preparation.prompts.chat(body.messages, body)
     else:
         adds_bos = body.add_special_tokens is not False
         token_ids = gateway.tokenizer.encode(body.prompt or "", adds_bos=adds_bos)

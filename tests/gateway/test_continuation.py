@@ -18,7 +18,7 @@ from tests.gateway.wire import (
     text_of,
     user,
 )
-from whalepod.server.gateway.cache_salt import CacheSalt
+from whalepod.server.gateway.preparation import CacheSalt
 from whalepod.server.tokenizer import TextTokenizer
 
 PATH = "/v1/chat/completions"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,18 +9,12 @@ from typing import Any, Final, Literal
 
 from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.limits import MAX_FUNCTION_NAME_CHARS, MAX_NUM_TOOLS
-from whalepod.server.gateway.schema import Message
 
 Functions = dict[str, Mapping[str, Any] | None]
 """Parameter schemas by function name; None: the definition has none."""
 
 _NAME: Final = re.compile(r"[^\s<>{}\"'`]+")
 """Anything that no markup needs."""
-
-
-def function_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Keep the tools that a model can call; agents also send types of their own service."""
-    return [tool for tool in tools or () if tool.get("type") == "function"]
 
 
 def read_functions(tools: Sequence[dict[str, Any]] | None) -> Functions:
@@ -108,58 +101,3 @@ def read_choice(choice: str | Mapping[str, Any] | None, functions: Functions) ->
             return ToolChoice(mode="named", name=name)
     named = '{"type": "function", "function": {"name": ...}}'
     raise invalid(param, f"tool_choice must be auto, none, required or {named}")
-
-
-def check_history(messages: Sequence[Message]) -> None:
-    """Raise ApiError for a malformed call, and for a tool's result that no call asked for."""
-    known_ids: set[str] = set()
-    for i, message in enumerate(messages):
-        path = f"messages[{i}].tool_calls"
-        if message.tool_calls and message.role != "assistant":
-            raise invalid(path, f"{path}: only assistant messages call, not {message.role} ones")
-        for k, call in enumerate(message.tool_calls or ()):
-            known_ids.add(_check_call(call, f"{path}[{k}]"))
-        if message.role == "tool":
-            path = f"messages[{i}].tool_call_id"
-            if message.tool_call_id is None:
-                raise invalid(path, f"{path} is missing: it names the call that was answered")
-            if message.tool_call_id not in known_ids:
-                got = repr(message.tool_call_id[:80])
-                raise invalid(path, f"{path}: no earlier message has a tool call with the id {got}")
-
-
-def _check_call(call: Mapping[str, Any], path: str) -> str:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise invalid(f"{path}.function", f"{path}.function must be an object")
-    if not isinstance(function.get("name"), str):
-        raise invalid(f"{path}.function.name", f"{path}.function.name must be a string")
-    if not isinstance(function.get("arguments"), str | dict | None):
-        where = f"{path}.function.arguments"
-        raise invalid(where, f"{where} must be a string or an object")
-    call_id = call.get("id")
-    if not isinstance(call_id, str):
-        raise invalid(f"{path}.id", f"{path}.id must be a string")
-    return call_id
-
-
-def template_call(call: Mapping[str, Any], *, as_objects: bool) -> dict[str, Any]:
-    """Return a checked call as a template wants it: arguments as JSON text, or as an object.
-
-    Text stays as it is, so that the model's own words are found in the prefix cache.
-    """
-    function = call["function"]
-    arguments = function.get("arguments") or "{}"
-    if as_objects and isinstance(arguments, str):
-        arguments = _parsed(arguments)
-    elif not as_objects and isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    parts = {"name": function["name"], "arguments": arguments}
-    return {"id": call["id"], "type": "function", "function": parts}
-
-
-def _parsed(arguments: str) -> object:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments  # a model wrote this; its conversation must be able to go on
