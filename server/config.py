@@ -192,7 +192,7 @@ class GatewayConfig:
             )
         if self.admin_port and self.admin_port == self.port:
             raise ValueError(f"admin_port and port must differ, both are {self.port}")
-        if self.enable_test_hooks and self.host not in ("127.0.0.1", "localhost", "::1"):
+        if self.enable_test_hooks and not self.is_local:
             raise ValueError(
                 f"enable_test_hooks needs a loopback host, got {self.host!r}: drop one of the two"
             )
@@ -200,3 +200,8 @@ class GatewayConfig:
     @property
     def asks_for_key(self) -> bool:
         return bool(self.api_key or self.api_key_file)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host in ("127.0.0.1", "localhost", "::1")

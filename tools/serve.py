@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from whalepod.server.messages import EngineInfo
     from whalepod.server.tokenizer import TextTokenizer
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 END_POLL_S = 0.2
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -266,7 +265,7 @@ async def _tell_to_stop(
 
 
 def _warn_if_open(gateway: GatewayConfig) -> None:
-    if gateway.host not in _LOOPBACK and not gateway.asks_for_key:
+    if not gateway.is_local and not gateway.asks_for_key:
         _note(
             f"warning: anyone who reaches {gateway.host}:{gateway.port} may use this server; "
             "pass --api-key KEY to ask for a key"

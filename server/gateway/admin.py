@@ -71,8 +71,8 @@ async def resume(request: Request) -> dict[str, object]:
 async def reset_prefix_cache(request: Request) -> dict[str, object]:
     """Forget the cached texts that no live request uses."""
     gateway = gateway_of(request)
-    gateway.upstream.reset_prefix_cache()
-    stats = await gateway.upstream.ping(gateway.config.ready_timeout_s)
+    gateway.engine.reset_prefix_cache()
+    stats = await gateway.engine.ping(gateway.config.ready_timeout_s)
     return {"num_cached_blocks": stats.num_cached_blocks}
 
 

@@ -30,7 +30,7 @@ _ROUTES = (routes_generate, routes_responses, routes_server, routes_page)
 
 def create_app(
     config: GatewayConfig,
-    upstream: EngineClient,
+    engine: EngineClient,
     tokenizer: TextTokenizer,
     *,
     default_params: Mapping[str, float] | None = None,
@@ -40,7 +40,7 @@ def create_app(
     `default_params` replaces OpenAI's defaults of sampling parameters (a checkpoint's
     generation_config.json: see `read_default_params`).
     """
-    gateway = Gateway(config, upstream, tokenizer, default_params or {})
+    gateway = Gateway(config, engine, tokenizer, default_params or {})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:

@@ -22,20 +22,18 @@ def cluster_status(gateway: Gateway) -> dict[str, object]:
     `time_s` is a monotonic clock: the difference of two answers' values is the time between them.
     `speculation` and `experts` are null while there is nothing to show.
     """
-    stats = asdict(gateway.upstream.stats)
+    stats = asdict(gateway.engine.stats)
     return {
         "time_s": time.monotonic(),
         "version": whalepod.__version__,
         "models": list(gateway.model_names),
-        "engine": {**asdict(gateway.upstream.info), "failure": gateway.upstream.failure},
+        "engine": {**asdict(gateway.engine.info), "failure": gateway.engine.failure},
         "stats": stats,
         "latency_s": _latencies(gateway.metrics),
         "finished": _by_label(gateway.metrics.success),
         "errors": _by_label(gateway.metrics.errors),
         "speculation": _speculation(stats),
-        "ranks": [
-            {"rank": rank, **asdict(own)} for rank, own in gateway.upstream.rank_stats.items()
-        ],
+        "ranks": [{"rank": rank, **asdict(own)} for rank, own in gateway.engine.rank_stats.items()],
         "experts": None,
     }
 

@@ -40,14 +40,14 @@ class Gateway:
     def __init__(
         self,
         config: GatewayConfig,
-        upstream: EngineClient,
+        engine: EngineClient,
         tokenizer: TextTokenizer,
         default_params: Mapping[str, float],
     ) -> None:
         self.config = config
-        self.upstream = upstream
+        self.engine = engine
         self.tokenizer = tokenizer
-        self.metrics = Metrics(lambda: upstream.stats, lambda: upstream.rank_stats)
+        self.metrics = Metrics(lambda: engine.stats, lambda: engine.rank_stats)
         self.requests = LiveRequests(config.request_timeout_s)
         self.tokenizer_pool = TokenizerPool(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
         chat_format = choose_chat_format(
@@ -55,12 +55,12 @@ class Gateway:
             reasoning_parser=config.reasoning_parser,
             tool_call_parser=config.tool_call_parser,
         )
-        self.preparation = Preparation(upstream.info, tokenizer, default_params, chat_format)
+        self.preparation = Preparation(engine.info, tokenizer, default_params, chat_format)
         self.stored_responses = ResponseStore(MAX_STORED_RESPONSES, MAX_STORED_RESPONSES_BYTES)
         self._grammars: GrammarChecker | None = None
-        self.model_names: Sequence[str] = config.served_model_name or (upstream.info.model_type,)
+        self.model_names: Sequence[str] = config.served_model_name or (engine.info.model_type,)
         self.created = int(time.time())
-        self.system_fingerprint = _fingerprint(upstream)
+        self.system_fingerprint = _fingerprint(engine)
 
     def check_model(self, name: str | None) -> str:
         """Return the model's name to answer with; ApiError model_not_found for an unknown one."""
@@ -98,8 +98,8 @@ class Gateway:
     def _new_checker(self) -> GrammarChecker:
         return GrammarChecker(
             self.tokenizer.transformers.backend_tokenizer.to_str(),
-            self.upstream.info.vocab_size,
-            self.upstream.info.eos_token_ids,
+            self.engine.info.vocab_size,
+            self.engine.info.eos_token_ids,
             timeout_s=GRAMMAR_TIMEOUT_S,
         )
 
@@ -122,7 +122,7 @@ def gateway_of(request: Request) -> Gateway:
     return gateway
 
 
-def _fingerprint(upstream: EngineClient) -> str:
-    info = upstream.info
+def _fingerprint(engine: EngineClient) -> str:
+    info = engine.info
     facts = (whalepod.__version__, info.model_type, info.dtype, info.kernels)
     return "fp_" + hashlib.sha256("|".join(facts).encode()).hexdigest()[:10]

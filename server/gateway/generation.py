@@ -168,14 +168,14 @@ class ChoiceDecoder:
 
 
 async def generate(
-    upstream: EngineClient, runs: Sequence[PromptRun], tokenizer: TextTokenizer, timer: RequestTimer
+    engine: EngineClient, runs: Sequence[PromptRun], tokenizer: TextTokenizer, timer: RequestTimer
 ) -> AsyncGenerator[Event, None]:
     """Yield the events of all prompts of a request; the last is UsageReady or Failed.
 
     Closing the generator aborts in the engine whatever still runs.
     """
     usage = UsageReady(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
-    sources = [_generate_one(upstream, run, tokenizer, timer) for run in runs]
+    sources = [_generate_one(engine, run, tokenizer, timer) for run in runs]
     failure: str | None = "abort"
     try:
         async with aclosing(sources[0] if len(sources) == 1 else _merge(sources)) as events:
@@ -196,14 +196,14 @@ async def generate(
 
 
 async def _generate_one(
-    upstream: EngineClient, run: PromptRun, tokenizer: TextTokenizer, timer: RequestTimer
+    engine: EngineClient, run: PromptRun, tokenizer: TextTokenizer, timer: RequestTimer
 ) -> AsyncGenerator[Event, None]:
     decoders = [ChoiceDecoder(run, i, tokenizer) for i in range(run.submit.num_sequences)]
     prompt_logprobs: list[TokenLogprob] = []  # all on the first sequence, before any token
     num_cached = 0
     prompt_timer = timer.prompt(len(run.submit.prompt_token_ids))
     try:
-        async with aclosing(upstream.submit(run.submit)) as outputs:
+        async with aclosing(engine.submit(run.submit)) as outputs:
             async for output in outputs:
                 _raise_for_failure(output)
                 if output.index == 0:  # the others share the first one's prompt: no reuse
@@ -217,7 +217,7 @@ async def _generate_one(
                     timer.token()
                 events = list(decoder.push(output, prompt_logprobs))
                 if decoder.done and output.finish_reason is None:  # a stop string: free its slot
-                    upstream.abort_answer(run.submit.request_id, output.index)
+                    engine.abort_answer(run.submit.request_id, output.index)
                 for event in events:
                     if isinstance(event, Finished):
                         # a stop string may lie in front of the limit that the engine saw

@@ -49,7 +49,7 @@ async def answer(
     if runs is None:
         raise ApiError("client_left", "the client left before its answer began")
     encoder = new_encoder(runs)
-    events = live.guard(generate(gateway.upstream, runs, gateway.tokenizer, timer))
+    events = live.guard(generate(gateway.engine, runs, gateway.tokenizer, timer))
     if stream:
         first = await _first_of(events)
         return EventStreamResponse(

@@ -37,7 +37,7 @@ def _model(gateway: Gateway, name: str) -> dict[str, object]:
         "owned_by": "whalepod",
         "root": gateway.model_names[0],
         "parent": None,
-        "max_model_len": gateway.upstream.info.max_model_len,
+        "max_model_len": gateway.engine.info.max_model_len,
     }
 
 
@@ -72,7 +72,7 @@ def _tokenized(gateway: Gateway, body: TokenizeRequest) -> dict[str, object]:
         token_ids = gateway.tokenizer.encode(body.prompt or "", adds_bos=adds_bos)
     answer: dict[str, object] = {
         "count": len(token_ids),
-        "max_model_len": gateway.upstream.info.max_model_len,
+        "max_model_len": gateway.engine.info.max_model_len,
         "tokens": token_ids,
     }
     if body.return_token_strs:
@@ -92,10 +92,10 @@ async def ready(request: Request) -> dict[str, object]:
     gateway = gateway_of(request)
     if gateway.requests.is_draining:
         raise ApiError("draining", "the server is stopping and takes no new requests")
-    if gateway.upstream.failure is not None:
-        raise ApiError("engine_lost", f"{_engine(gateway)} is lost: {gateway.upstream.failure}")
+    if gateway.engine.failure is not None:
+        raise ApiError("engine_lost", f"{_engine(gateway)} is lost: {gateway.engine.failure}")
     try:
-        stats = await gateway.upstream.ping(gateway.config.ready_timeout_s)
+        stats = await gateway.engine.ping(gateway.config.ready_timeout_s)
     except EngineLost as error:
         raise ApiError("engine_lost", f"{_engine(gateway)} did not answer: {error}") from error
     return {"status": "ready", "running": stats.num_running, "waiting": stats.num_waiting}
@@ -103,7 +103,7 @@ async def ready(request: Request) -> dict[str, object]:
 
 def _engine(gateway: Gateway) -> str:
     """Name what serves the gateway; a group's errors name its ranks themselves."""
-    return "engine 0" if len(gateway.upstream.rank_stats) == 1 else "the group"
+    return "engine 0" if len(gateway.engine.rank_stats) == 1 else "the group"
 
 
 @router.get("/version")

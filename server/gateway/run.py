@@ -101,7 +101,7 @@ class _Server(uvicorn.Server):
 
 async def serve(
     config: GatewayConfig,
-    upstream: EngineClient,
+    engine: EngineClient,
     tokenizer: TextTokenizer,
     *,
     default_params: Mapping[str, float] | None = None,
@@ -113,9 +113,7 @@ async def serve(
 
     Run it on uvloop. Raises StartupError when the address cannot be had.
     """
-    if not config.asks_for_key and config.host not in ("127.0.0.1", "localhost", "::1"):
-        logger.warning("%s is open to the network without a key: set --api-key", config.host)
-    app = create_app(config, upstream, tokenizer, default_params=default_params)
+    app = create_app(config, engine, tokenizer, default_params=default_params)
     gateway = app.state.gateway
     servers = [(_new_server(app), config.host, config.port)]
     if config.admin_port:
