@@ -91,7 +91,7 @@ class BlockPool:
 
         If the text is cached in another block already, the caller's reference moves over to that
         block and its own is given back: every holder of a text holds the same blocks, so a cached
-        block never has an owned one behind it and can always be evicted in the end.
+        block never has an owned one after it and can always be evicted in the end.
         """
         num_tokens, size = len(token_ids), self.tree.block_tokens
         assert num_tokens == size, f"block {block_id} has {num_tokens} tokens, a full one {size}"
@@ -121,7 +121,7 @@ class BlockPool:
         return node
 
     def _offer(self, node: Node) -> None:
-        """Note that a node may be evicted, if it is a leaf that nobody holds."""
+        """Note that a node may be evicted, if it is a leaf without references."""
         if node.children or self._refs[node.block_id]:
             return
         heappush(self._evictable, (node.last_used, node.block_id))
@@ -200,7 +200,7 @@ class BlockPool:
             if self._refs[block_id]:
                 continue
             held = [child.block_id for child in node.children if self._refs[child.block_id]]
-            assert not held, f"cached block {block_id} cannot be evicted: {held} behind it are held"
+            assert not held, f"cached block {block_id} cannot be evicted: {held} after it are held"
             if not node.children:
                 entry = (node.last_used, block_id)
                 assert entry in entries, f"cached leaf {block_id} is not in {sorted(entries)}"

@@ -2,7 +2,7 @@
 
 A journal is a stream of msgpack values: a header, then for each call of the scheduler one frame
 with its input and one with its outcome (a digest of what it returned, or the error's name). It
-holds prompts: whoever opens the file sees to its mode (0600). Replay feeds the inputs to a fresh
+holds prompts, so its file is opened with mode 0600. Replay feeds the inputs to a fresh
 scheduler, without a model, and stops at the first outcome that differs.
 """
 

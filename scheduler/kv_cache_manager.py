@@ -12,7 +12,7 @@ class KVCacheManager:
     """Gives sequences blocks of the pool and shares full ones through the tree.
 
     A sequence's leading full blocks are nodes of the tree (its `path`), held by it and by
-    everyone with the same text; the blocks after them are its own.
+    all sequences with the same text; the blocks after them are its own.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class KVCacheManager:
 
     def finish_copy(self, sequence: Sequence) -> None:
         """Release the source of a copy: the step with it succeeded."""
-        if sequence.pending_copy is not None:
-            self.pool.release(sequence.pending_copy.source)
-            sequence.finish_copy()
+        assert sequence.pending_copy is not None, f"{sequence.sequence_id} waits for no copy"
+        self.pool.release(sequence.pending_copy.source)
+        sequence.finish_copy()
 
     def cache(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full now."""

@@ -19,17 +19,17 @@ class Constraint:
     """"rules": of our own making; "any": no grammar, only what the other fields say."""
     grammar: str
     starts_after: int | None = None
-    """The token behind which the grammar begins; None: at the start of the answer."""
+    """The token after which the grammar begins; None: at the start of the answer."""
     is_optional: bool = False
     """Whether the answer may end before the grammar has begun."""
     banned_before: tuple[int, ...] = ()
     """Tokens that must not come before the grammar begins."""
     reasoning_start: int | None = None
-    """The token behind which a reasoning of bounded length begins; None: with the answer."""
+    """The token after which a reasoning of bounded length begins; None: with the answer."""
     reasoning_ends: tuple[int, ...] = ()
     """The tokens that end a reasoning of bounded length."""
     max_reasoning_tokens: int | None = None
-    """After so many tokens the first of `reasoning_ends` is the only choice; None: no bound."""
+    """After this many tokens the first of `reasoning_ends` is the only choice; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

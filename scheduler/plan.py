@@ -16,7 +16,7 @@ class Row(NamedTuple):
     `token_ids[i]` sits at position `start + i`; everything before `start` is in the cache.
     `block_ids` covers `start + len(token_ids) + num_drafts_wanted` tokens. `sample` says that the
     last token (with drafts: each of the last `num_drafts + 1`) yields a next token, and at most
-    `num_drafts_wanted` guesses of the tokens behind it may come with it.
+    `num_drafts_wanted` guesses of the tokens after it may come with it.
     """
 
     sequence_id: int
@@ -71,7 +71,7 @@ class RowResult(NamedTuple):
     draft_token_ids: tuple[int, ...] = ()
     """Guesses of the tokens after the last accepted one, to be verified in a later step."""
     error: str | None = None
-    """The row failed (a test hook, a numerical fault): its request ends with this message."""
+    """The row failed (a numerical fault): its request ends with this message."""
 
 
 class StepResult(NamedTuple):

@@ -131,7 +131,7 @@ class Planner:
 
     def rows(self, builder: ScheduleBuilder, num_drafts: int) -> tuple[Row, ...]:
         """Turn entries into rows. Blocks for drafts come from what is left now that every entry has
-        its own: drafts preempt nobody.
+        its own: drafts preempt no sequence.
 
         num_drafts  most guesses that a row may be asked for
         """
@@ -211,7 +211,7 @@ class Planner:
             builder.add(_schedule(sequence, builder.budget))
 
     def _may_admit(self, builder: ScheduleBuilder) -> bool:
-        """Rule out the common case cheaply: full, and nobody of lower priority to give way."""
+        """Rule out the common case cheaply: full, and no sequence of lower priority to give way."""
         if not self.waiting:
             return False
         if builder.budget > 0 and len(self.running) < self._config.max_num_seqs:

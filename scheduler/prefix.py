@@ -1,6 +1,6 @@
 """A tree of cached blocks: which texts have their rows in the cache already.
 
-A node is one block of tokens behind the path of its parents. Full blocks are found by a hash chain
+A node is one block of tokens after the path of its parents. Full blocks are found by a hash chain
 over token ids, seed (model and weights) and salt; the tokens are compared too, so that a collision
 of hashes costs a miss and never mixes two texts. A block that is filled or matched only in part is
 found among the children of the last full match, and its first rows are copied.
@@ -91,7 +91,7 @@ class PrefixTree:
         return Node(parent=None, key=key, salt=salt, token_ids=(), block_id=-1)
 
     def key(self, parent: Node, token_ids: tuple[int, ...]) -> bytes:
-        """Hash a full block behind `parent`."""
+        """Hash a full block after `parent`."""
         return self._digest(parent.key + array("Q", token_ids).tobytes())
 
     def match(
@@ -126,7 +126,7 @@ class PrefixTree:
     def _child(
         self, parent: Node, index: int, token_ids: Sequence[int], keys: list[bytes]
     ) -> Node | None:
-        """Look up block `index` of a text behind `parent`, by its hash."""
+        """Look up block `index` of a text after `parent`, by its hash."""
         if index == len(keys):
             keys.append(self.key(parent, self._block(token_ids, index)))
         node = self._full_nodes.get(keys[index])

@@ -96,8 +96,8 @@ class FinishDecision(NamedTuple):
 class Sequence:
     """One answer of a request: its tokens, how many are computed, and the blocks they live in.
 
-    A sequence has no phase. `token_ids[num_computed:]` is pending, and steps compute it. Whoever
-    holds one reads its attributes; only its own methods change them:
+    A sequence has no phase. `token_ids[num_computed:]` is pending, and steps compute it. Others
+    read its attributes; only its own methods change them:
 
         waiting -- start --> running -- end --> ended        waiting -- end --> ended
         waiting <-- preempt -- running

@@ -41,7 +41,7 @@ class Scheduler:
 
         Raises ValueError when there is no block.
         """
-        assert config.max_model_len > 0, "max_model_len is settled by whoever loads the model"
+        assert config.max_model_len > 0, "max_model_len is settled when the model is loaded"
         self.config = config
         self.block_tokens = block_tokens
         self.eos_token_ids = eos_token_ids
@@ -145,7 +145,7 @@ class Scheduler:
             self._drop_cancelled()
 
     def reset_prefix_cache(self) -> int:
-        """Forget the texts that nobody uses; return the number of blocks that are free now."""
+        """Forget the texts that no live request uses; return how many blocks that frees."""
         return self.pool.forget_cached()
 
     @property
@@ -251,13 +251,15 @@ class Scheduler:
         if result.error is not None:
             self._fail(sequence.request, result.error, outputs)
             return
-        self._kv_cache.finish_copy(sequence)
+        if sequence.pending_copy is not None:
+            self._kv_cache.finish_copy(sequence)
         decision = sequence.accept(row, result)
         output = self._output(sequence, row, result, decision)
         self._stats.generation_tokens += decision.num_kept
         if row.num_drafts:
             self._stats.note_drafts(row.num_drafts, output.num_accepted_drafts)
-        self._kv_cache.cache(sequence)
+        if sequence.num_computed >= (len(sequence.path) + 1) * self.block_tokens:
+            self._kv_cache.cache(sequence)
         if decision.finish_reason is not None:
             self._end(sequence)
         elif row.num_drafts or row.num_drafts_wanted:

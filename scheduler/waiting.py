@@ -58,7 +58,7 @@ class WaitingQueue:
             self._priorities.remove(priority)
 
     def choose(self, num_cached: Callable[[Sequence], int]) -> Sequence | None:
-        """Pick who is admitted next: of the first class where anyone may start, the longest
+        """Pick the sequence to admit next: of the first class where one may start, the longest
         cached prefix, unless the oldest was preempted or overtaken often enough."""
         for priority in self._priorities:
             ready = filter(attrgetter("may_start"), self._classes[priority])

@@ -32,7 +32,6 @@ from whalepod.server.messages import (
     Recalled,
     Rejected,
     ResetPrefixCache,
-    Shutdown,
     StepOutputs,
     Submit,
     ToEngine,
@@ -109,7 +108,7 @@ class EngineServer:
         return messages
 
     def send(self, message: ToGateway) -> None:
-        """Send a message; while the gateway is behind wait for it, unless told to stop."""
+        """Send a message; while the gateway is late wait for it, unless told to stop."""
         frame = self._encode(message)
         while True:
             with suppress(zmq.Again):
@@ -129,7 +128,7 @@ def _decode_or_none(frame: bytes) -> ToEngine | None:
     except MessageError as error:
         logger.error("dropped a frame of the gateway: %s", error)
         return None
-    if isinstance(message, Submit | Abort | Recall | Ping | ResetPrefixCache | Shutdown):
+    if isinstance(message, ToEngine):
         return message
     logger.error("dropped a %s: the gateway does not send these", type(message).__name__)
     return None
@@ -264,7 +263,7 @@ class EngineChannel:
         self._fail(reason)
 
     def reset_prefix_cache(self) -> None:
-        """Have the engine forget cached texts; a ping behind it tells when it has."""
+        """Have the engine forget cached texts; a ping after it tells when it has."""
         self._check_well()
         self._send(ResetPrefixCache())
 

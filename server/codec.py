@@ -20,19 +20,7 @@ import msgpack
 from whalepod.server.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
-    Abort,
-    EngineFailed,
-    EngineInfo,
     MessageError,
-    Ping,
-    Pong,
-    Recall,
-    Recalled,
-    Rejected,
-    ResetPrefixCache,
-    Shutdown,
-    StepOutputs,
-    Submit,
     ToEngine,
     ToGateway,
 )
@@ -42,12 +30,8 @@ Decoder = Callable[[Any], Any]
 Shape = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ...], tuple[str, ...]]
 """Names of the fields, a getter of all of them, their defaults, and those that are mappings."""
 MESSAGE_TYPES: Mapping[str, type] = {
-    cls.__name__: cls
-    for cls in (
-        Submit, Abort, Recall, Ping, ResetPrefixCache, Shutdown,
-        EngineInfo, StepOutputs, Rejected, Recalled, Pong, EngineFailed,
-    )
-}  # fmt: skip
+    cls.__name__: cls for cls in (*get_args(ToEngine), *get_args(ToGateway))
+}
 _REQUIRED: Any = object()
 _INT64 = range(-(2**63), 2**63)
 
@@ -110,7 +94,7 @@ def _unpack(frame: bytes | memoryview) -> dict[str, Any]:
     if len(frame) > MAX_MESSAGE_BYTES:
         raise MessageError(f"frame of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are read")
     try:
-        raw = msgpack.unpackb(frame, strict_map_key=True, unicode_errors="surrogatepass")
+        raw = msgpack.unpackb(frame, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise MessageError(f"not msgpack: {error}") from error
     if type(raw) is not dict:

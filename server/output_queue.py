@@ -26,9 +26,9 @@ class OutputQueue:
         return self._error is not None
 
     def put(self, output: SequenceOutput) -> None:
-        """Queue an output; behind a slow reader it is joined to the last of its sequence."""
+        """Queue an output; for a slow reader it is joined to the last of its sequence."""
         if output.index not in self.live:
-            return  # it was under way when the reader let go of the answer
+            return  # it was under way when the reader dropped the answer
         if len(self._outputs) >= MAX_QUEUED_OUTPUTS:
             for place in range(len(self._outputs) - 1, -1, -1):
                 if self._outputs[place].index == output.index:
@@ -38,7 +38,7 @@ class OutputQueue:
         self._arrived.set()
 
     def drop(self, index: int) -> bool:
-        """Keep nothing more of an answer; False when its end was read, or it was let go before."""
+        """Keep nothing more of an answer; False when its end was read, or it was dropped before."""
         if index not in self.live:
             return False
         self.live.remove(index)

@@ -14,7 +14,7 @@ from whalepod.models.batch import ForwardBatch, TokenSpan
 MAX_LAYOUTS = 64
 """Shapes of a step whose views of the buffers are kept."""
 FEW_TOKENS = 8
-"""Up to so many of a row are written one by one: quicker than whole arrays."""
+"""Rows of at most this many tokens are written one by one: quicker than whole arrays."""
 
 
 class BatchBuilder:

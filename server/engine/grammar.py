@@ -67,10 +67,10 @@ class GrammarState:
     def allowed(self, before: Sequence[int] = ()) -> NDArray[np.bool_] | None:
         """Return which tokens may follow `before`, which follows what was observed: `[V]`.
 
-        None: any. Behind a draft that the grammar forbids nobody looks at the choice.
+        None: any. After a draft that the grammar forbids the choice is not looked at.
         """
         begun = self._has_begun
-        # a copy, not a rollback: llguidance 1.9 forgot states behind some rollbacks, and then
+        # a copy, not a rollback: llguidance 1.9 forgot states after some rollbacks, and then
         # allowed `["color": ` in a list
         matcher = self._matcher.copy() if before else self._matcher
         num_reasoning = self._num_reasoning
@@ -79,7 +79,7 @@ class GrammarState:
                 begun = token_id == self._starts_after
                 num_reasoning = self._reasoning_with(num_reasoning, token_id)
             elif self._stops_V[token_id]:
-                # with ignore_eos the text goes on behind it, and `observe` skips it, too
+                # with ignore_eos the text goes on after it, and `observe` skips it, too
                 if not self._allowed_next(matcher)[token_id]:
                     return None
             elif not matcher.consume(token_id):

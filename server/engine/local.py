@@ -35,7 +35,7 @@ class Generation:
 class Engine:
     """Generate text with a model, from Python.
 
-    The same scheduler, runner and sampler as behind the server, so the same answers:
+    The same scheduler, runner and sampler as in the server, so the same answers:
 
         with Engine("tiny", max_model_len=2048) as engine:
             [answer] = engine.generate("2 + 2 =", SamplingParams(temperature=0, max_tokens=8))
@@ -111,7 +111,7 @@ class Engine:
                 for output in step.outputs if step is not None else ():
                     before = answers.get(output.request_id)
                     answers[output.request_id] = before.join(output) if before else output
-        finally:  # also after a refusal or Ctrl-C: nothing of this call stays behind
+        finally:  # also after a refusal or Ctrl-C: nothing of this call stays
             self._core.receive([Abort(request_id=submit.request_id) for submit in submits])
         return answers
 

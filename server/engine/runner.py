@@ -94,7 +94,7 @@ class Runner:
 
     @property
     def makes_drafts(self) -> bool:
-        """Whether anyone here guesses ahead."""
+        """Whether drafts are made here."""
         return self._speculator is not None
 
     @property
@@ -169,7 +169,7 @@ class Runner:
         return spans
 
     def _choose_tokens(self, hidden_TH: Tensor, spans: list[_Rows]) -> None:
-        """Choose a token behind each row that samples, and behind each of its drafts, all in one
+        """Choose a token after each row that samples, and after each of its drafts, all in one
         pass; then judge the drafts."""
         wanted: list[SampleRequest] = []
         hidden_rows: list[int] = []
@@ -189,8 +189,8 @@ class Runner:
                 _judge(span, samples)
 
     def _want(self, span: _Rows, wanted: list[SampleRequest]) -> None:
-        """Ask for a token behind each number of drafts, as if they were right: if one is not,
-        nobody looks at what comes behind it."""
+        """Ask for a token after each number of drafts, as if they were right: if one is not,
+        what comes after it is not looked at."""
         state, drafts = span.state, span.drafts
         position = span.row.start + len(span.row.token_ids) - len(drafts)
         for index in range(len(drafts)):

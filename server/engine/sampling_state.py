@@ -125,7 +125,7 @@ class SamplingState:
 
     def counts_after(self, token_ids: Sequence[int]) -> tuple[IntArray, FloatArray]:
         """Return the distinct tokens of the text, and how often the answer holds each, as if
-        `token_ids` had been generated behind what was observed."""
+        `token_ids` had been generated after what was observed."""
         if not token_ids:
             return self.counts.ids, self.counts.generated
         return self.counts.with_tokens(token_ids)
