@@ -17,8 +17,8 @@ from whalepod.models.moe import GatedMlp, MixtureOfExperts
 from whalepod.models.rope import build_rope_table
 from whalepod.models.weights import Weights
 
-MAX_REPEATED_TOKENS = 64
-"""Steps of up to so many tokens are recorded and repeated: decode, not prefill."""
+MAX_REPLAYED_TOKENS = 64
+"""Steps of up to this many tokens are captured and replayed: decode, not prefill."""
 
 
 class DeepseekV3:
@@ -26,7 +26,7 @@ class DeepseekV3:
 
     max_positions                longest sequence that the rotary table covers
     absorbed_max_query_tokens    requests with more queries in a step use expanded attention
-    placement                    which routed experts to load, and who computes the others;
+    placement                    which routed experts to load, and what computes the others;
                                  None: all are here
     """
 
@@ -46,8 +46,10 @@ class DeepseekV3:
         embedding_shape = (config.vocab_size, config.hidden_size)
         self.embedding_VH = weights.take("model.embed_tokens.weight", embedding_shape)
         self.dtype, self.device = self.embedding_VH.dtype, self.embedding_VH.device
+        table_SD = build_rope_table(config.rope, config.qk_rope_head_dim, max_positions)
+        self.cos_sin_SD = table_SD.to(self.device)
         self._layers = [
-            DecoderLayer(config, weights, index, kernels, placement)
+            DecoderLayer(config, weights, index, kernels, self.cos_sin_SD, placement)
             for index in range(config.num_layers)
         ]
         self._norm_H = weights.take("model.norm.weight", (config.hidden_size,))
@@ -58,9 +60,6 @@ class DeepseekV3:
             lambda: kernels.pack_linear(weights.take(f"{head}.weight", embedding_shape)),
         )
         weights.finish()
-        self.cos_sin_SD = build_rope_table(config.rope, config.qk_rope_head_dim, max_positions).to(
-            self.device
-        )
 
     def forward(self, batch: ForwardBatch, cache: LatentCache) -> Tensor:
         """Run the tokens of a step and store their cache rows.
@@ -70,7 +69,7 @@ class DeepseekV3:
         """
         # without expanded attention nothing but `Kernels` sees a tensor, or it is called outside
         is_plain = batch.max_query_tokens <= self._absorbed_max_query_tokens
-        if not (is_plain and batch.num_tokens <= MAX_REPEATED_TOKENS):
+        if not (is_plain and batch.num_tokens <= MAX_REPLAYED_TOKENS):
             return self._compute(batch, cache)
         key = (id(self), cache.rows_LPBC.data_ptr(), *batch.places())
         return self._kernels.replay(key, self.dtype, lambda: self._compute(batch, cache))
@@ -84,13 +83,7 @@ class DeepseekV3:
         next_norms = [*(layer.input_norm_H for layer in self._layers[1:]), self._norm_H]
         for index, layer in enumerate(self._layers):
             x_TH, residual_TH = layer(
-                x_TH,
-                residual_TH,
-                next_norms[index],
-                batch,
-                plan,
-                cache.layer(index),
-                self.cos_sin_SD,
+                x_TH, residual_TH, next_norms[index], batch, plan, cache.layer(index)
             )
         return x_TH
 
@@ -122,6 +115,7 @@ class DecoderLayer:
         weights: Weights,
         index: int,
         kernels: Kernels,
+        cos_sin_SD: Tensor,
         placement: ExpertPlacement | None,
     ) -> None:
         prefix = f"model.layers.{index}"
@@ -129,7 +123,9 @@ class DecoderLayer:
         self._kernels = kernels
         self._eps = config.rms_norm_eps
         self.input_norm_H = weights.take(f"{prefix}.input_layernorm.weight", (hidden,))
-        self.attention = LatentAttention(config, weights, f"{prefix}.self_attn", kernels)
+        self.attention = LatentAttention(
+            config, weights, f"{prefix}.self_attn", kernels, cos_sin_SD
+        )
         self._post_attention_norm_H = weights.take(
             f"{prefix}.post_attention_layernorm.weight", (hidden,)
         )
@@ -151,13 +147,12 @@ class DecoderLayer:
         batch: ForwardBatch,
         plan: AttentionPlan,
         cache_PBC: Tensor,
-        cos_sin_SD: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return (input of the next layer, residual): `x_TH` is normalised, the residual is not.
 
         The norm that follows the layer is fused with the layer's last addition.
         """
-        x_TH = self.attention(x_TH, batch, plan, cache_PBC, cos_sin_SD)
+        x_TH = self.attention(x_TH, batch, plan, cache_PBC)
         return self._finish(x_TH, residual_TH, next_norm_H)
 
     def ends(
@@ -170,18 +165,16 @@ class DecoderLayer:
         positions_B: Tensor,
         plan: AttentionPlan,
         cache_PBC: Tensor,
-        cos_sin_SD: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Store the rows of all tokens, and go on with those in `rows_B` only.
 
         stored  positions and slots of all tokens; `positions_B` and `plan` are those that go on.
         """
-        projected_TJ = self.attention.store(x_TH, *stored, cache_PBC, cos_sin_SD)
+        projected = self.attention.store(x_TH, *stored, cache_PBC)
         if len(rows_B) < len(x_TH):
-            projected_TJ, residual_TH = (
-                self._kernels.embed(rows_B, all_TJ) for all_TJ in (projected_TJ, residual_TH)
-            )
-        x_BH = self.attention.attend(projected_TJ, positions_B, plan, cache_PBC, cos_sin_SD)
+            projected = self._kernels.embed(rows_B, projected)
+            residual_TH = self._kernels.embed(rows_B, residual_TH)
+        x_BH = self.attention.attend(projected, positions_B, plan, cache_PBC)
         return self._finish(x_BH, residual_TH, next_norm_H)
 
     def _finish(

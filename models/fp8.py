@@ -10,42 +10,42 @@ from whalepod.models.config import Fp8Config
 E4M3_MAX = 448.0
 
 
-def scale_shape(shape_NK: tuple[int, ...], blocks: Fp8Config) -> tuple[int, int]:
-    """Return `[ceil(N / block_rows), ceil(K / block_columns)]`, the shape of a weight's scales."""
-    rows, columns = shape_NK
+def scale_shape(shape: tuple[int, ...], blocks: Fp8Config) -> tuple[int, int]:
+    """Return the shape of a weight's scales: one for each block, the last ones may be smaller."""
+    rows, columns = shape
     return -(-rows // blocks.block_rows), -(-columns // blocks.block_columns)
 
 
-def dequantize(
-    weight_NK: Tensor, scale_RC: Tensor, blocks: Fp8Config, dtype: torch.dtype
-) -> Tensor:
-    """Multiply an e4m3 weight `[N, K]` by its f32 scales `[ceil(N/128), ceil(K/128)]`.
+def dequantize(weight: Tensor, scales: Tensor, blocks: Fp8Config, dtype: torch.dtype) -> Tensor:
+    """Multiply an e4m3 weight `[rows, columns]` by its f32 scales (`scale_shape`).
 
     Each product is formed in f32 and rounded once to `dtype`. Works on one row of blocks at a time:
     the f32 values of one such row are all the memory it needs beside the result.
     """
-    num_rows, num_columns = weight_NK.shape
+    num_rows, num_columns = weight.shape
     values = torch.empty(num_rows, num_columns, dtype=dtype)
     for row_block, first in enumerate(range(0, num_rows, blocks.block_rows)):
         rows = slice(first, first + blocks.block_rows)
-        scale_K = scale_RC[row_block].repeat_interleave(blocks.block_columns)[:num_columns]
-        values[rows] = _decode(weight_NK[rows]) * scale_K
+        scale_of_column = scales[row_block].repeat_interleave(blocks.block_columns)[:num_columns]
+        values[rows] = _decode(weight[rows]) * scale_of_column
     return values
 
 
-def quantize(weight_NK: Tensor, blocks: Fp8Config) -> tuple[Tensor, Tensor]:
-    """Round `[N, K]` to e4m3 with scale amax / 448 per block: returns (weight, f32 scales)."""
-    num_rows, num_columns = weight_NK.shape
-    scale_RC = torch.empty(scale_shape(weight_NK.shape, blocks))
+def quantize(weight: Tensor, blocks: Fp8Config) -> tuple[Tensor, Tensor]:
+    """Round `[rows, columns]` to e4m3 with scale amax / 448 per block: (weight, f32 scales)."""
+    num_rows, num_columns = weight.shape
+    scales = torch.empty(scale_shape(weight.shape, blocks))
     quantized = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
     for row_block, first in enumerate(range(0, num_rows, blocks.block_rows)):
         rows = slice(first, first + blocks.block_rows)
-        amax_K = weight_NK[rows].float().abs().amax(dim=0)
-        amax_C = torch.stack([part.max() for part in torch.split(amax_K, blocks.block_columns)])
-        scale_RC[row_block] = torch.where(amax_C > 0, amax_C / E4M3_MAX, 1.0)
-        scale_K = scale_RC[row_block].repeat_interleave(blocks.block_columns)[:num_columns]
-        quantized[rows] = (weight_NK[rows].float() / scale_K).to(torch.float8_e4m3fn)
-    return quantized, scale_RC
+        amax_of_column = weight[rows].float().abs().amax(dim=0)
+        amax_of_block = torch.stack(
+            [part.max() for part in torch.split(amax_of_column, blocks.block_columns)]
+        )
+        scales[row_block] = torch.where(amax_of_block > 0, amax_of_block / E4M3_MAX, 1.0)
+        scale_of_column = scales[row_block].repeat_interleave(blocks.block_columns)[:num_columns]
+        quantized[rows] = (weight[rows].float() / scale_of_column).to(torch.float8_e4m3fn)
+    return quantized, scales
 
 
 def _decode(weight: Tensor) -> Tensor:

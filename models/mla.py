@@ -4,7 +4,7 @@ The cache holds one row per token: R latent values and the rotated rope key that
 
 - Expanded: kv_b_proj turns the context's rows into keys and values per head. Best when a chunk has
   many queries, which share that work.
-- Absorbed: W_UK moves into the query and W_UV behind the softmax, so that all heads attend to the
+- Absorbed: W_UK moves into the query and W_UV after the softmax, so that all heads attend to the
   latent rows themselves. Best for few queries: nothing is expanded.
 """
 
@@ -100,10 +100,16 @@ class LatentAttention:
     """The attention of one layer; `prefix` names its weights ("model.layers.0.self_attn")."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, prefix: str, kernels: Kernels
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        prefix: str,
+        kernels: Kernels,
+        cos_sin_SD: Tensor,
     ) -> None:
         self._config = config
         self._kernels = kernels
+        self._cos_sin_SD = cos_sin_SD
         c, hidden = config, config.hidden_size
         query_width = c.num_heads * c.qk_head_dim
         kv_b_shape = (c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
@@ -130,11 +136,11 @@ class LatentAttention:
             return kernels.pack_linear(self._interleaved(q_b, c.num_heads))
 
         def pack_part(part: int) -> Packed:
-            kv_b_NXR = take("kv_b_proj", *kv_b_shape).view(c.num_heads, -1, c.kv_lora_rank)
+            kv_b_NDR = take("kv_b_proj", *kv_b_shape).view(c.num_heads, -1, c.kv_lora_rank)
             sizes = [c.qk_nope_head_dim, c.v_head_dim]
-            rows_NXR = torch.split(kv_b_NXR, sizes, dim=1)[part]
-            weight_NAB = rows_NXR.transpose(1, 2) if part else rows_NXR
-            return kernels.pack_batched_linear(weight_NAB.contiguous())
+            part_NDR = torch.split(kv_b_NDR, sizes, dim=1)[part]
+            weight = part_NDR.transpose(1, 2) if part else part_NDR
+            return kernels.pack_batched_linear(weight.contiguous())
 
         self._q_and_kv_a = packed("q_and_kv_a", pack_q_and_kv_a)
         if c.q_lora_rank is not None:
@@ -154,8 +160,8 @@ class LatentAttention:
         """Bring the rope rows of a projection into the kernels' order of pairs."""
         if self._config.rope.interleaved:
             return weight
-        heads_NDK = weight.view(num_heads, -1, weight.shape[1])
-        return interleave_rope_rows(heads_NDK, self._config.qk_rope_head_dim).flatten(0, 1)
+        heads = weight.view(num_heads, -1, weight.shape[1])
+        return interleave_rope_rows(heads, self._config.qk_rope_head_dim).flatten(0, 1)
 
     def __call__(
         self,
@@ -163,11 +169,10 @@ class LatentAttention:
         batch: ForwardBatch,
         plan: AttentionPlan,
         cache_PBC: Tensor,
-        cos_sin_SD: Tensor,
     ) -> Tensor:
         """Store the tokens' latent rows, then attend: `[T, H]` -> `[T, H]`, model dtype."""
-        projected_TJ = self.store(x_TH, batch.positions_T, batch.slots_T, cache_PBC, cos_sin_SD)
-        return self.attend(projected_TJ, batch.positions_T, plan, cache_PBC, cos_sin_SD)
+        projected = self.store(x_TH, batch.positions_T, batch.slots_T, cache_PBC)
+        return self.attend(projected, batch.positions_T, plan, cache_PBC)
 
     def store(
         self,
@@ -175,36 +180,41 @@ class LatentAttention:
         positions_T: Tensor,
         slots_T: Tensor,
         cache_PBC: Tensor,
-        cos_sin_SD: Tensor,
     ) -> Tensor:
-        """Store the tokens' latent rows: all that a layer needs whose output nobody reads.
+        """Store the tokens' latent rows: all that is needed of a layer whose output is not read.
 
-        Returns what `attend` continues for these tokens, or for some of them, `[T, J]`.
+        Returns what `attend` continues for these tokens, or for some of them: `[T, q + C]`, q being
+        the width of the queries or of their latents.
         """
-        projected_TJ = self._kernels.linear(x_TH, self._q_and_kv_a)
-        kv_TC = projected_TJ[:, -self._config.cache_row_width :]
+        projected = self._kernels.linear(x_TH, self._q_and_kv_a)
+        kv_TC = projected[:, -self._config.cache_row_width :]
         self._kernels.write_latent(
-            kv_TC, self._kv_norm_R, LATENT_NORM_EPS, positions_T, cos_sin_SD, slots_T, cache_PBC
+            kv_TC,
+            self._kv_norm_R,
+            LATENT_NORM_EPS,
+            positions_T,
+            self._cos_sin_SD,
+            slots_T,
+            cache_PBC,
         )
-        return projected_TJ
+        return projected
 
     def attend(
         self,
-        projected_TJ: Tensor,
+        projected: Tensor,
         positions_T: Tensor,
         plan: AttentionPlan,
         cache_PBC: Tensor,
-        cos_sin_SD: Tensor,
     ) -> Tensor:
         """Attend for tokens whose rows are stored, `[T, H]` model dtype."""
-        q_TND = self._queries(projected_TJ)
-        o_TNV = self._attend(q_TND, positions_T, plan, cache_PBC, cos_sin_SD)
-        return self._kernels.linear(o_TNV.flatten(1), self._o)
+        q_TND = self._queries(projected)
+        o_TND = self._attend(q_TND, positions_T, plan, cache_PBC)
+        return self._kernels.linear(o_TND.flatten(1), self._o)
 
-    def _queries(self, projected_TJ: Tensor) -> Tensor:
+    def _queries(self, projected: Tensor) -> Tensor:
         """Return queries `[T, N, D]`, not yet rotated."""
         c = self._config
-        q = projected_TJ[:, : -c.cache_row_width]
+        q = projected[:, : -c.cache_row_width]
         if c.q_lora_rank is not None:
             q = self._kernels.rms_norm(q, self._q_norm, LATENT_NORM_EPS)
             q = self._kernels.linear(q, self._q_b)
@@ -216,26 +226,25 @@ class LatentAttention:
         positions_T: Tensor,
         plan: AttentionPlan,
         cache_PBC: Tensor,
-        cos_sin_SD: Tensor,
     ) -> Tensor:
         absorbed = plan.absorbed
         if absorbed is not None and absorbed.tokens_T is None:
-            q_TNC = self._kernels.absorb_queries(q_TND, self._w_uk, positions_T, cos_sin_SD)
+            q_TNC = self._kernels.absorb_queries(q_TND, self._w_uk, positions_T, self._cos_sin_SD)
             return self._absorbed(q_TNC, absorbed, plan.first_key, cache_PBC)
-        o_TNV = q_TND.new_empty(*q_TND.shape[:2], self._config.v_head_dim)
+        o_TND = q_TND.new_empty(*q_TND.shape[:2], self._config.v_head_dim)
         if absorbed is not None:
             tokens_T = absorbed.tokens_T
             q_TNC = self._kernels.absorb_queries(
-                q_TND[tokens_T], self._w_uk, positions_T[tokens_T], cos_sin_SD
+                q_TND[tokens_T], self._w_uk, positions_T[tokens_T], self._cos_sin_SD
             )
-            o_TNV[tokens_T] = self._absorbed(q_TNC, absorbed, plan.first_key, cache_PBC)
+            o_TND[tokens_T] = self._absorbed(q_TNC, absorbed, plan.first_key, cache_PBC)
         nope = self._config.qk_nope_head_dim
         for request in plan.expanded:
             q_nope, q_rope = q_TND[request.tokens, :, :nope], q_TND[request.tokens, :, nope:]
-            q_rope = self._kernels.rope(q_rope, positions_T[request.tokens], cos_sin_SD)
+            q_rope = self._kernels.rope(q_rope, positions_T[request.tokens], self._cos_sin_SD)
             q = torch.cat([q_nope, q_rope], dim=-1)
-            o_TNV[request.tokens] = self._expanded(q, request.context_slots_S, cache_PBC)
-        return o_TNV
+            o_TND[request.tokens] = self._expanded(q, request.context_slots_S, cache_PBC)
+        return o_TND
 
     def _absorbed(
         self, q_TNC: Tensor, requests: AbsorbedRequests, first_key: int, cache_PBC: Tensor
@@ -259,11 +268,11 @@ class LatentAttention:
         rows_SC = cache_PBC.flatten(0, 1)[context_slots_S]
         latent_SR, k_rope_SD = torch.split(rows_SC, [c.kv_lora_rank, c.qk_rope_head_dim], dim=1)
         kv = self._kernels.linear(latent_SR.contiguous(), self._kv_b)
-        k_nope_SND, v_SNV = torch.split(
+        k_nope_SND, v_SND = torch.split(
             kv.view(-1, c.num_heads, c.qk_nope_head_dim + c.v_head_dim),
             [c.qk_nope_head_dim, c.v_head_dim],
             dim=-1,
         )
         k_rope_SND = k_rope_SD[:, None].expand(-1, c.num_heads, -1)
         k_SND = torch.cat([k_nope_SND, k_rope_SND], dim=-1)
-        return self._kernels.mla_prefill(q_TND, k_SND, v_SNV.contiguous(), c.softmax_scale)
+        return self._kernels.mla_prefill(q_TND, k_SND, v_SND.contiguous(), c.softmax_scale)

@@ -44,7 +44,7 @@ class MixtureOfExperts:
         kernels: Kernels,
         placement: ExpertPlacement | None = None,
     ) -> None:
-        """placement: which experts to load, and who computes the others; None: all are here."""
+        """placement: which experts to load, and what computes the others; None: all are here."""
         self._kernels = kernels
         self._gate = gate
         num_experts, hidden = gate.num_experts, config.hidden_size
@@ -108,16 +108,16 @@ def _stack_experts(
 ) -> tuple[Tensor, Tensor]:
     """Copy the experts one by one into `[E, 2 I, H]` (gate rows, then up rows) and `[E, H, I]`."""
     hidden, inner = config.hidden_size, config.moe_intermediate_size
-    gate_up_EJH = down_EHI = None
+    gate_up = down = None
     for i, expert in enumerate(experts):
         name = f"{prefix}.experts.{expert}"
         gate = weights.take(f"{name}.gate_proj.weight", (inner, hidden))
-        if gate_up_EJH is None or down_EHI is None:
-            gate_up_EJH = gate.new_empty(len(experts), 2 * inner, hidden)
-            down_EHI = gate.new_empty(len(experts), hidden, inner)
-        gate_up_EJH[i, :inner] = gate
-        gate_up_EJH[i, inner:] = weights.take(f"{name}.up_proj.weight", (inner, hidden))
-        down_EHI[i] = weights.take(f"{name}.down_proj.weight", (hidden, inner))
-    assert gate_up_EJH is not None, experts
-    assert down_EHI is not None, experts
-    return gate_up_EJH, down_EHI
+        if gate_up is None or down is None:
+            gate_up = gate.new_empty(len(experts), 2 * inner, hidden)
+            down = gate.new_empty(len(experts), hidden, inner)
+        gate_up[i, :inner] = gate
+        gate_up[i, inner:] = weights.take(f"{name}.up_proj.weight", (inner, hidden))
+        down[i] = weights.take(f"{name}.down_proj.weight", (hidden, inner))
+    assert gate_up is not None, experts
+    assert down is not None, experts
+    return gate_up, down

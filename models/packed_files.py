@@ -15,7 +15,9 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from whalepod.kernels.interface import Kernels, Packed
-from whalepod.models.abandoned import drop_abandoned
 
 MAX_FOLDERS = 4
 """Packed checkpoints that are kept."""
+ABANDONED_S = 3600.0
+"""A process that still writes has touched the file, or a file of the folder, since."""
 
 _VERSION = 1
 _ALIGNMENT = 4096
@@ -129,7 +132,7 @@ class PackedFiles:
         self._stored[name] = file
 
     def _write(self, name: str, made: dict[str, tuple[dict[str, Any], Sequence[Tensor]]]) -> None:
-        """Write a file beside its place and move it there: nobody sees a part of one."""
+        """Write a file beside its place and move it there: no process sees a part of one."""
         tensors = {
             f"{entry}/{i}": tensor
             for entry, (_, parts) in made.items()
@@ -210,3 +213,16 @@ def _drop_oldest(parent: Path) -> None:
     folders = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     for folder in folders[MAX_FOLDERS:]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def drop_abandoned(partials: Iterable[Path]) -> None:
+    """Remove the files and folders among `partials` that a killed process has left half written."""
+    for partial in partials:
+        with suppress(FileNotFoundError):  # it was finished just now
+            newest_s = max(path.stat().st_mtime for path in (partial, *partial.glob("*")))
+            if time.time() - newest_s <= ABANDONED_S:
+                continue
+            if partial.is_dir():
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                partial.unlink()

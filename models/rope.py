@@ -45,12 +45,13 @@ def _ramp_borders(config: RopeConfig, dim: int) -> tuple[float, float]:
     return low, high if high != low else high + 0.001
 
 
-def interleave_rope_rows(weight_NDK: Tensor, rope_dim: int) -> Tensor:
+def interleave_rope_rows(weight: Tensor, rope_dim: int) -> Tensor:
     """Reorder the last `rope_dim` rows of each head from (x[i], x[i + D/2]) to adjacent pairs.
 
-    Scores stay the same, since queries and keys are reordered alike. `[N, D, K]` -> same shape.
+    Scores stay the same, since queries and keys are reordered alike. Takes and returns
+    `[N, D, inputs]`.
     """
-    head_dim = weight_NDK.shape[1]
+    head_dim = weight.shape[1]
     pairs = torch.arange(rope_dim).view(2, rope_dim // 2).T.flatten()
     order = torch.cat([torch.arange(head_dim - rope_dim), head_dim - rope_dim + pairs])
-    return weight_NDK[:, order.to(weight_NDK.device)]
+    return weight[:, order.to(weight.device)]

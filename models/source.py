@@ -97,7 +97,7 @@ def _cached_preset(preset: str, with_weights: bool, cache_folder: Path) -> Path:
 
 
 def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    # imported here because nobody else needs it, and it takes a while
+    # imported here: nothing else needs it, and it takes a while
     import httpx2
     from huggingface_hub import errors, snapshot_download
 

@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whalepod.models.abandoned import drop_abandoned
 from whalepod.models.checkpoint_files import INDEX_NAME
 from whalepod.models.config import Fp8Config, ModelConfig, parse_config
 from whalepod.models.fp8 import quantize, scale_shape
 from whalepod.models.layout import checkpoint_tensors, is_quantizable
+from whalepod.models.packed_files import drop_abandoned
 from whalepod.models.presets import preset_config
 from whalepod.models.synthetic_tokenizer import write_tokenizer
 from whalepod.models.weights import GATE_BIAS, SCALE_SUFFIX, DummyWeights

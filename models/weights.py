@@ -59,7 +59,7 @@ class Weights(Protocol):
         """
 
     def leave(self, name: str) -> None:
-        """Say that another rank holds this tensor: it is not read, and `finish` accepts that."""
+        """Note that another rank holds this tensor: it is not read, and `finish` accepts that."""
 
     def finish(self) -> None:
         """Raise WeightsError if a tensor of the main model was neither taken nor left.
@@ -197,8 +197,8 @@ class CheckpointWeights:
                 f"{scale_header} is {scale_header.dtype} {list(scale_header.shape)}; "
                 f"a weight of {list(header.shape)} needs torch.float32 {list(expected)}"
             )
-        scale_RC = self._read_tensor(name + SCALE_SUFFIX, scale_header)
-        return dequantize(self._read_tensor(name, header), scale_RC, blocks, dtype)
+        scales = self._read_tensor(name + SCALE_SUFFIX, scale_header)
+        return dequantize(self._read_tensor(name, header), scales, blocks, dtype)
 
     def _read_tensor(self, name: str, header: TensorHeader) -> Tensor:
         tensor = self._files.read(header)

@@ -10,7 +10,7 @@ from whalepod.mtp.stats import AcceptanceAverage, LeastTimes, StepRecord
 SETTLED_STEPS = 8
 """Steps that a depth is kept at least, unless the batch changes its size."""
 GAIN_NUMERATOR, GAIN_DENOMINATOR = 17, 16
-"""Another depth must promise so much more (1 / 16) to be taken."""
+"""Another depth must promise this much more (1 / 16) to be taken."""
 PROBE_TRIALS = 8
 """Drafts that are tried now and then where drafts do not pay."""
 FIRST_PROBE_STEPS, LAST_PROBE_STEPS = 64, 1024

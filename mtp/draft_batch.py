@@ -29,7 +29,7 @@ GREEDY = Draw(temperature=0.0, seed=0)
 class DraftInput(NamedTuple):
     """The end of a text, known since the step.
 
-    token_ids    the drafts of the step that were right, then, if more are wanted, the token behind
+    token_ids    the drafts of the step that were right, then, if more are wanted, the token after
                  them, which is not computed yet
     start        position of the first of them
     num_wrong    drafts of the step that were not; blocks cover their positions too
@@ -55,8 +55,9 @@ class DraftBatch:
                                         more as drafts were wrong: so steps have few shapes
     last_B                              the row of each text's newest token among them
     ends                                for each pass, its B tokens: first the newest, then guesses
-    drafts_KB                           the guesses; those of one pass are the tokens of the next
-    positions_of_drafts_KB              their positions
+    guesses_by_pass                     [passes, B], the guesses; those of one pass are the next
+                                        one's tokens
+    positions_by_pass                   their positions
     """
 
     def __init__(self, num_tokens: int, num_texts: int, num_passes: int, width: int) -> None:
@@ -77,8 +78,8 @@ class DraftBatch:
             view(self._tokens), view(self._positions), view(self._slots),
         )  # fmt: skip
         self.last_B = view(self._last)
-        self.drafts_KB = view(self.drafts[1:])
-        self.positions_of_drafts_KB = view(self._places[1:])
+        self.guesses_by_pass = view(self.drafts[1:])
+        self.positions_by_pass = view(self._places[1:])
         self.temperatures_B, self.seeds_B = view(self._temperatures), view(self._seeds)
         starts_B1, tables_BM = torch.arange(len(self._last) + 1).int(), view(self._tables)
         self.ends = tuple(
@@ -96,7 +97,7 @@ class DraftBatch:
 
     def fill(self, texts: Sequence[DraftInput]) -> None:
         """Write what a step brought. Texts that want fewer guesses than there are passes may get
-        places that are not theirs in the passes behind."""
+        places that are not theirs in later passes."""
         begin = 0
         for b, text in enumerate(texts):
             self._write_table(b, text.block_ids)
@@ -128,7 +129,7 @@ class DraftBatch:
             self._temperatures[b], self._seeds[b] = text.draw.temperature, text.draw.seed
 
     def _write_table(self, b: int, block_ids: Sequence[int]) -> None:
-        """Write a block table, unless it is there: tuples are the same only while equal."""
+        """Write a block table, unless it is written: a tuple that is the same is equal."""
         if self._written[b] is not block_ids or not isinstance(block_ids, tuple):
             self._tables[b, : len(block_ids)] = block_ids
             self._written[b] = block_ids

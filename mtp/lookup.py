@@ -35,7 +35,7 @@ class TextLookup:
             text.append(token_id)
 
     def guess(self, new_token_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """Return at most `num_tokens` that may follow the text and `new_token_ids` behind it; none
+        """Return at most `num_tokens` that may follow the text and `new_token_ids` after it; none
         where the last tokens are new. A run that reaches the end of the text is taken to repeat.
         """
         longest = RUN_LENGTHS[0]

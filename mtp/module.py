@@ -19,7 +19,7 @@ from whalepod.ep_comm.interface import ExpertPlacement
 from whalepod.kernels.interface import Kernels, Packed
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
-from whalepod.models.deepseek_v3 import MAX_REPEATED_TOKENS, DecoderLayer, DeepseekV3
+from whalepod.models.deepseek_v3 import MAX_REPLAYED_TOKENS, DecoderLayer, DeepseekV3
 from whalepod.models.mla import AttentionPlan, plan_attention
 from whalepod.models.weights import Weights
 from whalepod.mtp.draft_batch import DraftBatch
@@ -53,21 +53,23 @@ class MtpModule:
         name, shape = f"{prefix}.eh_proj", (hidden, 2 * hidden)
 
         @functools.cache
-        def weight_HJ() -> Tensor:  # read once for both halves, and not at all where both are kept
+        def weight() -> Tensor:  # read once for both halves, and not at all where both are kept
             return weights.take(f"{name}.weight", shape)
 
         def pack_half(half: int) -> Packed:
-            return kernels.pack_linear(weight_HJ()[:, half * hidden : (half + 1) * hidden])
+            return kernels.pack_linear(weight()[:, half * hidden : (half + 1) * hidden])
 
         # of [embedding, hidden]: halves that are added need no copy of the two side by side
         self._token_projection, self._hidden_projection = (
             weights.packed(f"{name}.{half}", kernels, functools.partial(pack_half, half))
             for half in (0, 1)
         )
-        self._layer = DecoderLayer(config, weights, self._cache_layer, kernels, placement)
+        self._layer = DecoderLayer(
+            config, weights, self._cache_layer, kernels, model.cos_sin_SD, placement
+        )
         self._head_norm_H = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))
         self._previous_TH = torch.empty(
-            MAX_REPEATED_TOKENS, hidden, dtype=model.dtype, device=model.device
+            MAX_REPLAYED_TOKENS, hidden, dtype=model.dtype, device=model.device
         )
 
     def write_rows(
@@ -87,14 +89,12 @@ class MtpModule:
         def compute(previous_TH: Tensor) -> Tensor:
             x_TH, _ = self._input(token_ids_T, previous_TH)
             rows_PBC = cache.layer(self._cache_layer)
-            self._layer.attention.store(
-                x_TH, positions_T, slots_T, rows_PBC, self._model.cos_sin_SD
-            )
+            self._layer.attention.store(x_TH, positions_T, slots_T, rows_PBC)
             return x_TH
 
         places = token_ids_T.data_ptr(), positions_T.data_ptr(), slots_T.data_ptr()
         key = ("rows", id(self), cache.rows_LPBC.data_ptr(), *places, len(token_ids_T))
-        self._repeat(key, previous_hidden_TH, compute)
+        self._replay(key, previous_hidden_TH, compute)
 
     def forward(
         self, previous_hidden_TH: Tensor, batch: ForwardBatch, cache: LatentCache
@@ -105,7 +105,7 @@ class MtpModule:
         each token, and it takes the place of the main model's hidden state for the next guess.
         """
         key = ("pass", id(self), cache.rows_LPBC.data_ptr(), *batch.places())
-        return self._repeat(
+        return self._replay(
             key, previous_hidden_TH, lambda previous_TH: self._pass(previous_TH, batch, cache)
         )
 
@@ -117,7 +117,7 @@ class MtpModule:
         previous_hidden_TH [T, H] as in `write_rows`. Returns `[B, H]` as `forward` does.
         """
         key = ("end", id(self), id(draft_batch), cache.rows_LPBC.data_ptr())
-        return self._repeat(
+        return self._replay(
             key, previous_hidden_TH, lambda previous_TH: self._end(previous_TH, draft_batch, cache)
         )
 
@@ -126,25 +126,25 @@ class MtpModule:
     ) -> None:
         """Do as `end`, then choose the token after each text and pass on, for all passes.
 
-        Leaves the guesses in `drafts_KB`. One program: nothing comes back before the end.
+        Leaves the guesses in `guesses_by_pass`. One program: nothing comes back before the end.
         """
 
         def compute(previous_TH: Tensor) -> Tensor:
             hidden_BH = self._end(previous_TH, draft_batch, cache)
-            for depth, drafts_B in enumerate(draft_batch.drafts_KB):
+            for depth, drafts_B in enumerate(draft_batch.guesses_by_pass):
                 if depth:
                     hidden_BH = self._pass(hidden_BH, draft_batch.ends[depth], cache)
                 self._kernels.draw(
                     self._model.logits(hidden_BH),
                     draft_batch.temperatures_B,
                     draft_batch.seeds_B,
-                    draft_batch.positions_of_drafts_KB[depth],
+                    draft_batch.positions_by_pass[depth],
                     drafts_B,
                 )
             return hidden_BH
 
         key = ("guess", id(self), id(draft_batch), cache.rows_LPBC.data_ptr())
-        self._repeat(key, previous_hidden_TH, compute)
+        self._replay(key, previous_hidden_TH, compute)
 
     def _end(self, previous_TH: Tensor, draft_batch: DraftBatch, cache: LatentCache) -> Tensor:
         x_TH, residual_TH = self._input(draft_batch.token_ids_T, previous_TH)
@@ -158,7 +158,6 @@ class MtpModule:
             batch.positions_T,
             self._plan(batch),
             cache.layer(self._cache_layer),
-            self._model.cos_sin_SD,
         )
         return hidden_BH
 
@@ -171,7 +170,6 @@ class MtpModule:
             batch,
             self._plan(batch),
             cache.layer(self._cache_layer),
-            self._model.cos_sin_SD,
         )
         return hidden_TH
 
@@ -179,15 +177,15 @@ class MtpModule:
         plan = plan_attention(batch, batch.max_query_tokens)
         return replace(plan, first_key=1)
 
-    def _repeat(
+    def _replay(
         self,
         key: tuple[object, ...],
         previous_TH: Tensor,
         compute: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Compute, or repeat what was recorded: for few tokens, from hidden states at one place."""
+        """Compute, or replay what was captured: for few tokens, from hidden states at one place."""
         num_tokens = len(previous_TH)
-        if not 0 < num_tokens <= MAX_REPEATED_TOKENS:
+        if not 0 < num_tokens <= MAX_REPLAYED_TOKENS:
             return compute(previous_TH)
         kept_TH = self._previous_TH[:num_tokens]
         kept_TH.copy_(previous_TH)

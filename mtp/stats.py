@@ -71,7 +71,7 @@ class AcceptanceAverage:
     def observe(self, num_judged: Sequence[int], num_accepted: Sequence[int]) -> None:
         """Move each average towards the share of a step, the further the more were judged.
 
-        Positions behind the drafts of a step slowly forget: they drift up to the position before.
+        Positions after the drafts of a step slowly forget: they drift up to the position before.
         """
         for position in range(max(len(num_judged), 1), len(self.shares)):
             if num_judged:

@@ -21,7 +21,7 @@ def count_accepted(drafts: Sequence[int], choices: Sequence[int]) -> int:
     """Count the drafts that stand: those before the first that was not chosen.
 
     `choices[i]` was chosen at the position of `drafts[i]`, given all drafts before it. The step
-    yields `choices[: count + 1]`: what was chosen instead of the first wrong draft, or behind the
+    yields `choices[: count + 1]`: what was chosen instead of the first wrong draft, or after the
     last right one, is a token of the answer too.
     """
     for count, draft in enumerate(drafts):

@@ -155,7 +155,7 @@ class _Runners:
 def warm_up(runner: Runner, limits: SchedulerConfig, num_drafts: int = 0) -> None:
     """Run one step of each kind, so that the first request does not wait for a compiler.
 
-    Its rows go to the first block of the cache, which nobody has yet.
+    Its rows go to the first block of the cache, which no sequence has yet.
     """
     num_places = min(BLOCK_TOKENS, limits.max_model_len)
     for params in (SamplingParams(temperature=0, logprobs=1), SamplingParams(top_p=0.9, seed=0)):

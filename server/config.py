@@ -32,7 +32,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Where tensors live and who computes on them."""
+    """Where tensors live and what computes on them."""
 
     device: Annotated[Literal["cpu", "cuda"], "where the model runs; cuda is not served yet"] = (
         "cpu"

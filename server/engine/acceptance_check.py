@@ -1,6 +1,6 @@
 """A start-up check that the multi-token-prediction layer guesses at all.
 
-A layer that was loaded wrongly changes no answer, it only never guesses right, and nobody notices
+A layer that was loaded wrongly changes no answer, it only never guesses right, which goes unnoticed
 (vllm-project/vllm#33497, #43456). So a few prompts are continued, and the guesses counted.
 """
 
@@ -54,7 +54,7 @@ class Acceptance:
 
     @property
     def is_near_zero(self) -> bool:
-        """Whether so few guesses are right that the layer cannot be what was trained."""
+        """Whether too few guesses are right for a layer that was trained."""
         return self.num_judged >= FEWEST_JUDGED and self.num_right < NEAR_ZERO * self.num_judged
 
 

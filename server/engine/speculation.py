@@ -1,4 +1,4 @@
-"""Drafts of a step's sequences: who makes them, and what is kept until they are judged."""
+"""Drafts of a step's sequences: what makes them, and what is kept until they are judged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JudgedRow(NamedTuple):
     """Where a row's text ends once its drafts are judged.
 
     num_true   tokens of the row that belong to the text: all that are no drafts, and right drafts
-    token_id   the token behind them, which the row yielded; None: it did not sample
+    token_id   the token after them, which the row yielded; None: it did not sample
     hidden_row the row of hidden states of the last true token
     """
 
@@ -46,7 +46,7 @@ class JudgedRow(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Position behind the last true token."""
+        """Position after the last true token."""
         return self.row.start + self.num_true
 
     @property
@@ -69,7 +69,7 @@ class JudgedRow(NamedTuple):
 class _Speculation:
     """What is kept of one sequence between steps.
 
-    made_by    who made the drafts that the next step judges
+    made_by    what made the drafts that the next step judges
     log_qs     what they were drawn from, with acceptance by rejection
     looked_up  what lookup would guess; compared with the text whether it is used or not
     draw       how its tokens are chosen from position `drawn_from` on, if that is all; else None
@@ -105,7 +105,7 @@ class _Speculation:
                 self.by_lookup.observe_run(len(judged), num_right)
 
     def prefers_lookup(self, num_guessed: int, num_wanted: int) -> bool:
-        """Say whether looked-up drafts promise at least as much as the model's own."""
+        """Return whether looked-up drafts promise at least as much as the model's own."""
         return self.by_lookup.expected_tokens(num_guessed) >= self.by_mtp.expected_tokens(
             num_wanted
         )
@@ -140,7 +140,7 @@ class Speculator:
 
     @property
     def makers(self) -> tuple[str, ...]:
-        """Who makes drafts, for people."""
+        """What makes drafts, for people."""
         return ("mtp",) * (self._drafter is not None) + ("lookup",) * self._with_lookup
 
     def forget(self, sequence_id: int) -> None:
@@ -228,7 +228,7 @@ class Speculator:
         return "mtp"
 
     def _choose(self, ends: Sequence[JudgedRow], log_qs: list[list[Tensor | None]]) -> Choose:
-        """Return who chooses drafts by their logits; notes what they were drawn from."""
+        """Return what chooses drafts by their logits and notes what they were drawn from."""
 
         def choose(
             logits_BV: Tensor, active: Sequence[int], drafts: Sequence[Sequence[int]]
@@ -259,7 +259,7 @@ class Speculator:
 
 
 def _draft_input(end: JudgedRow, kept: _Speculation, maker: Maker | None) -> DraftInput:
-    """Return what the drafter is to know of a text, and to guess if it is who makes drafts."""
+    """Return what the drafter is told of a text; it guesses only if it is the maker."""
     row, asks, num_accepted = end.row, maker == "mtp", end.num_accepted
     position = end.position
     return DraftInput(
@@ -275,7 +275,7 @@ def _draft_input(end: JudgedRow, kept: _Speculation, maker: Maker | None) -> Dra
 
 
 def _wanted(end: JudgedRow, drafts: Sequence[int]) -> SampleRequest:
-    """Ask for the token behind the drafts; the state has not seen the text's last tokens."""
+    """Ask for the token after the drafts; the state has not seen the text's last tokens."""
     return SampleRequest(end.state, end.position + 1 + len(drafts), (*end.new_token_ids, *drafts))
 
 

@@ -170,12 +170,12 @@ class FakeMtp:
         self, previous_hidden_TH: Tensor, draft_batch: DraftBatch, cache: LatentCache
     ) -> None:
         hidden_BH = self.end(previous_hidden_TH, draft_batch, cache)
-        for depth, drafts_B in enumerate(draft_batch.drafts_KB):
+        for depth, drafts_B in enumerate(draft_batch.guesses_by_pass):
             if depth:
                 hidden_BH = self.forward(hidden_BH, draft_batch.ends[depth], cache)
             logits_BV, positions_B = (
                 self.logits(hidden_BH),
-                draft_batch.positions_of_drafts_KB[depth],
+                draft_batch.positions_by_pass[depth],
             )
             noise_BV = NoiseKernels().gumbel_noise(draft_batch.seeds_B, positions_B, VOCAB_SIZE)
             temperatures_B1 = draft_batch.temperatures_B[:, None]

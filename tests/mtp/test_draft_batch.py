@@ -104,7 +104,7 @@ def test_all_passes_in_one_guess_what_passes_one_by_one_do(draw: Draw) -> None:
         draft_batch = DraftBatches().fill(fresh.texts)
         for _ in range(3):
             fresh.module.guess(fresh.previous_TH, draft_batch, fresh.cache)
-            assert draft_batch.drafts_KB.T.tolist() == expected
+            assert draft_batch.guesses_by_pass.T.tolist() == expected
 
 
 def test_a_repeated_program_reads_the_texts_of_its_step() -> None:
@@ -115,7 +115,7 @@ def test_a_repeated_program_reads_the_texts_of_its_step() -> None:
         place.texts = texts
         draft_batch = draft_batches.fill(texts)
         place.module.guess(place.previous_TH, draft_batch, place.cache)
-        found = draft_batch.drafts_KB.T.tolist()
+        found = draft_batch.guesses_by_pass.T.tolist()
         again = Place(None, num_wanted=2)
         again.texts = texts
         assert found == [again.guess_slowly(i) for i in range(3)], number
