@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -62,15 +61,3 @@ class ForwardBatch:
     def places(self) -> tuple[int, ...]:
         """Return what tells batches apart that lie elsewhere or have other shapes, values aside."""
         return self._places
-
-    def to(self, device: torch.device) -> ForwardBatch:
-        """Return the batch on `device`."""
-        return ForwardBatch(
-            token_ids_T=self.token_ids_T.to(device),
-            positions_T=self.positions_T.to(device),
-            slots_T=self.slots_T.to(device),
-            query_start_B1=self.query_start_B1.to(device),
-            context_lens_B=self.context_lens_B.to(device),
-            block_tables_BM=self.block_tables_BM.to(device),
-            max_query_tokens=self.max_query_tokens,
-        )

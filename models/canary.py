@@ -50,7 +50,7 @@ def _run(model: DeepseekV3, chunks: list[list[int]], neighbour: list[int]) -> Te
     )
     hidden, start = [], 0
     for chunk in chunks:
-        batch = _batch(chunk, start, neighbour).to(model.device)
+        batch = _batch(chunk, start, neighbour)
         hidden.append(model.forward(batch, cache)[len(neighbour) :])
         start += len(chunk)
     return model.logits(torch.cat(hidden)[-_NUM_COMPARED:])

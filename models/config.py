@@ -277,11 +277,15 @@ class _Reader:
             raise ConfigError(f"config.json: {key} must be an integer >= 1, got 0")
         return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def _value(self, key: str, default: object = None) -> Any:
         value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
             raise ConfigError(f"config.json: the key {key!r} is missing")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(f"config.json: {key} must be an integer >= 0, got {value!r}")
         return value
@@ -290,10 +294,7 @@ class _Reader:
         return None if self.raw.get(key) is None else self.integer(key)
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ConfigError(f"config.json: the key {key!r} is missing")
+        value = self._value(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
             raise ConfigError(f"config.json: {key} must be a number, got {value!r}")
@@ -303,15 +304,13 @@ class _Reader:
         return None if self.raw.get(key) is None else self.number(key)
 
     def boolean(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key)
-        value = default if value is None else value
+        value = self._value(key, default)
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
         return value
 
     def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
-        value = self.raw.get(key)
-        value = default if value is None else value
+        value = self._value(key, default)
         if value not in choices:
             raise ConfigError(f"config.json: {key} must be one of {choices}, got {value!r}")
         return str(value)

@@ -65,6 +65,23 @@ _NANO = {
     "max_position_embeddings": 4096,
 }
 
+_PUBLISHED_HEADS = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "v3-nano": _V3
     | _NANO
@@ -76,6 +93,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "v2-nano": _V2 | _NANO,
     "v3-mini": _V3
+    | _PUBLISHED_HEADS
     | {
         "vocab_size": 32768,
         "hidden_size": 1024,
@@ -90,14 +108,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "n_group": 8,
         "topk_group": 4,
         "q_lora_rank": 384,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "max_position_embeddings": 8192,
         "num_nextn_predict_layers": 0,
     },
     "v3-layer": _V3
+    | _PUBLISHED_HEADS
     | {
         "vocab_size": 129280,
         "hidden_size": 7168,
@@ -112,23 +127,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "n_group": 8,
         "topk_group": 4,
         "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "max_position_embeddings": 163840,
         "num_nextn_predict_layers": 0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
+        "rope_scaling": _YARN,
     },
     "v2-lite": _V2
+    | _PUBLISHED_HEADS
     | {
         "vocab_size": 102400,
         "hidden_size": 2048,
@@ -140,20 +144,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 16,
         "n_routed_experts": 64,
         "num_experts_per_tok": 6,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "max_position_embeddings": 163840,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-        },
+        "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     },
 }
 
