@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, TypeVar
 
 import msgpack
@@ -56,34 +56,12 @@ def _outcome(value: object) -> tuple[str, str]:
 class RecordedScheduler(Scheduler):
     """A scheduler that writes each of its inputs to `file` before it acts on it."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        *,
-        file: BinaryIO,
-        num_blocks: int,
-        eos_token_ids: frozenset[int] = frozenset(),
-        prefix_seed: bytes = b"",
-        block_tokens: int = 64,
-        num_lookback_tokens: int = 0,
-    ) -> None:
-        super().__init__(
-            config,
-            num_blocks=num_blocks,
-            eos_token_ids=eos_token_ids,
-            prefix_seed=prefix_seed,
-            block_tokens=block_tokens,
-            num_lookback_tokens=num_lookback_tokens,
-        )
+    def __init__(self, config: SchedulerConfig, *, file: BinaryIO, **settings: Any) -> None:
+        """settings: as Scheduler's"""
+        super().__init__(config, **settings)
         self._file = file
-        header = {
-            "config": asdict(config),
-            "num_blocks": num_blocks,
-            "eos_token_ids": sorted(eos_token_ids),
-            "prefix_seed": prefix_seed,
-            "block_tokens": block_tokens,
-            "num_lookback_tokens": num_lookback_tokens,
-        }
+        eos_token_ids = sorted(self.eos_token_ids)
+        header = {"config": asdict(config), **settings, "eos_token_ids": eos_token_ids}
         self._write([FORMAT, VERSION, header])
 
     def add(self, request: Request) -> None:
@@ -204,10 +182,7 @@ def _call(scheduler: Scheduler, name: str, arguments: tuple[Any, ...]) -> tuple[
 
 
 def _request_values(request: Request) -> list[Any]:
-    params = {field.name: getattr(request.params, field.name) for field in fields(SamplingParams)}
-    params["logit_bias"] = dict(request.params.logit_bias)
-    constraint = request.params.constraint
-    params["constraint"] = constraint and asdict(constraint)
+    params = asdict(replace(request.params, logit_bias=dict(request.params.logit_bias)))
     return [
         request.request_id,
         request.prompt_token_ids,
