@@ -150,26 +150,27 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def preset_config(
-    preset: str,
-    *,
-    num_layers: int | None = None,
-    num_experts: int | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the JSON object of a preset's `config.json`, cut to size on request.
+def preset_config(preset: str, *, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the JSON object of a preset's `config.json`; `overrides` replaces single keys.
 
-    At least the last layer stays a mixture of experts. `overrides` replaces single keys.
     Raises ValueError that lists the presets when there is none of this name.
     """
     if preset not in PRESETS:
         raise ValueError(f"there is no preset {preset!r}; presets are {', '.join(PRESETS)}")
-    raw = dict(PRESETS[preset])
+    return dict(PRESETS[preset]) | dict(overrides or {})
+
+
+def smaller(
+    preset: str, *, num_layers: int | None = None, num_experts: int | None = None
+) -> dict[str, int]:
+    """Return the overrides that cut a preset to size; the last layer stays a mixture of experts."""
+    overrides = {}
     if num_layers is not None:
         if num_layers < 1:
             raise ValueError(f"a model needs at least one layer, got {num_layers}")
-        raw["num_hidden_layers"] = num_layers
-        raw["first_k_dense_replace"] = min(raw["first_k_dense_replace"], num_layers - 1)
+        num_dense = preset_config(preset)["first_k_dense_replace"]
+        overrides["num_hidden_layers"] = num_layers
+        overrides["first_k_dense_replace"] = min(num_dense, num_layers - 1)
     if num_experts is not None:
-        raw["n_routed_experts"] = num_experts
-    return raw | dict(overrides or {})
+        overrides["n_routed_experts"] = num_experts
+    return overrides

@@ -60,8 +60,6 @@ def synthesize(
     *,
     dtype: DtypeName = "bf16",
     seed: int = 0,
-    num_layers: int | None = None,
-    num_experts: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     shard_bytes: int = 2 << 30,
     with_weights: bool = True,
@@ -69,16 +67,15 @@ def synthesize(
 ) -> Path:
     """Write the checkpoint `preset` with random weights to the folder `out` and return it.
 
-    num_layers, num_experts  cut the model to size (see `preset_config`)
-    overrides                keys of config.json to replace
-    shard_bytes              most bytes of one file; also about what is held in memory at a time
-    progress                 called with (bytes written, bytes in all)
-    with_weights             False: config and tokenizer only, for `--load-format dummy`
+    overrides     keys of config.json to replace (`smaller` has those of a smaller model)
+    shard_bytes   most bytes of one file; also about what is held in memory at a time
+    progress      called with (bytes written, bytes in all)
+    with_weights  False: config and tokenizer only, for `--load-format dummy`
 
     The folder appears whole or not at all. Raises SynthesisError when `out` is not empty or the
     disk is too small, ConfigError or ValueError when the sizes make no model.
     """
-    raw = preset_config(preset, num_layers=num_layers, num_experts=num_experts, overrides=overrides)
+    raw = preset_config(preset, overrides=overrides)
     raw["torch_dtype"] = "float32" if dtype == "fp32" else "bfloat16"
     if dtype == "fp8":
         raw["quantization_config"] = {

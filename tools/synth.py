@@ -28,6 +28,7 @@ def synth(config: SynthConfig) -> int:
     # imported here because it loads torch
     from safetensors import SafetensorError
 
+    from whalepod.models.presets import smaller
     from whalepod.models.synthetic import synthesize
 
     try:
@@ -36,8 +37,7 @@ def synth(config: SynthConfig) -> int:
             config.out,
             dtype=config.dtype,
             seed=config.seed,
-            num_layers=config.layers,
-            num_experts=config.experts,
+            overrides=smaller(config.shape, num_layers=config.layers, num_experts=config.experts),
             shard_bytes=config.shard_mib << 20,
             progress=_report,
         )

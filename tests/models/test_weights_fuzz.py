@@ -12,20 +12,28 @@ from hypothesis import example, given, strategies as st
 from whalepod.models.checkpoint_files import INDEX_NAME
 from whalepod.models.config import load_config
 from whalepod.models.layout import checkpoint_tensors
+from whalepod.models.presets import smaller
 from whalepod.models.synthetic import synthesize
 from whalepod.models.weights import CheckpointWeights, WeightsError
+
+SMALLEST = smaller("v3-nano", num_layers=1, num_experts=4)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fuzz") / "nano"
-    return synthesize("v3-nano", out, dtype="fp8", num_layers=1, num_experts=4)
+    return synthesize("v3-nano", out, dtype="fp8", overrides=SMALLEST)
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fuzz") / "sharded"
-    return synthesize("v3-nano", out, num_layers=1, num_experts=4, shard_bytes=200_000)
+    return synthesize(
+        "v3-nano",
+        out,
+        overrides=SMALLEST,
+        shard_bytes=200_000,
+    )
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:

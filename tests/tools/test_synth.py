@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from whalepod.models.config import load_config, parse_config
 from whalepod.models.layout import checkpoint_tensors
-from whalepod.models.presets import PRESETS, preset_config
+from whalepod.models.presets import PRESETS, preset_config, smaller
 from whalepod.models.synthetic import SynthesisError, plan_tensors, synthesize
 from whalepod.models.synthetic_tokenizer import train_tokenizer
 from whalepod.tools.synth import SynthConfig, synth
@@ -159,7 +159,8 @@ def test_real_widths_give_the_published_number_of_parameters(
 
 
 def test_layers_and_experts_can_be_cut(tmp_path: Path) -> None:
-    folder = synthesize("v3-nano", tmp_path / "out", num_layers=1, num_experts=4)
+    smallest = smaller("v3-nano", num_layers=1, num_experts=4)
+    folder = synthesize("v3-nano", tmp_path / "out", overrides=smallest)
 
     config = load_config(folder)
     assert (config.num_layers, config.num_dense_layers) == (1, 0)
