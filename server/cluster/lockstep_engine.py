@@ -77,8 +77,6 @@ class LockstepEngine:
         self._stall_reason = ""
         self._has_run = False
         self.may_sleep = False
-        self.num_group_steps = 0
-        """Steps of the group in which this rank took part."""
 
     @property
     def info(self) -> EngineInfo:
@@ -96,17 +94,13 @@ class LockstepEngine:
         self._core.close()
         self._dispatcher.group.transport.close()
 
-    def check(self) -> None:
-        self._core.check()
-
     def join(self, should_stop: Callable[[], bool], timeout_s: float) -> None:
         """Become a member and wait until all ranks are. Raises StartupError."""
         self._member.join()
-        deadline = Deadline(timeout_s)
+        told = "told to stop before all ranks were ready"
+        deadline = Deadline(timeout_s, lambda: told if should_stop() else None)
         try:
             while not self._member.is_complete:
-                if should_stop():
-                    raise StartupError("told to stop before all ranks were ready")
                 self.step()
                 missing = f"ranks {self._member.missing} to load their weights"
                 if not deadline.allows(missing):
@@ -211,7 +205,6 @@ class LockstepEngine:
 
     def _run(self, step: Step, num_tokens: int) -> Sequence[SequenceOutput]:
         """Compute what this rank has, and its experts' part of what the others have."""
-        self.num_group_steps += 1
         plan = self._core.plan(step.num_drafts, num_tokens) if num_tokens else None
         self._dispatcher.enter(step.mode)
         try:

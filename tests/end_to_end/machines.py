@@ -122,8 +122,8 @@ def ask_from(machine: Machine, address: str, bodies: list[dict[str, Any]]) -> li
     return answers
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """Return the process ids of all ranks below a launcher, in whatever order."""
+def ranks_of(launcher: int, module: str = "whalepod.server.cluster.rank_process") -> list[int]:
+    """Return the process ids of all ranks below a launcher (or of what runs another module)."""
     found, below = [], [launcher]
     while below:
         pid = below.pop()
@@ -131,7 +131,7 @@ def ranks_of(launcher: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
                 below += [int(child) for child in file.read().split()]
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            if b"whalepod.server.cluster.rank_process" in file.read():
+            if module.encode() in file.read():
                 found.append(pid)
     return found
 

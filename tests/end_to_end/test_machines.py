@@ -160,3 +160,14 @@ def test_a_launcher_that_is_killed_ends_the_others(nano_folder: Path) -> None:
         assert worker.wait() == 1, worker.text
         assert "the store at 127.0.0.1" in worker.text
         wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+
+
+def test_a_server_whose_only_engine_is_killed_ends_with_one_reason(nano_folder: Path) -> None:
+    """What cannot be repaired here is for the supervisor to start again."""
+    flags = ["--dtype", "fp32", "--num-threads", "1", "--kv-cache-memory", "16M", "--port", "0"]
+    with launch(LOOPBACK[0], *whalepod("serve", str(nano_folder), *flags)) as server:
+        wait_for_address([server])
+        (engine,) = ranks_of(server.process.pid, "whalepod.server.engine_process")
+        os.kill(engine, signal.SIGKILL)
+        assert server.wait() == 1, server.text
+        assert "the engine process was ended by SIGKILL" in server.text
