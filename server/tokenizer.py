@@ -87,7 +87,7 @@ class TextTokenizer:
         return str(self.transformers.apply_chat_template(messages, tokenize=False))
 
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
-        """Return the ids of those texts that are one token each."""
+        """Return the ids of the texts that are one token each."""
         vocab = self.transformers.get_vocab()
         return frozenset(vocab[token] for token in tokens if token in vocab)
 
@@ -106,8 +106,8 @@ class TextTokenizer:
     ) -> list[int]:
         """Render the chat template and return its tokens, with one BOS.
 
-        Text of users and tools never becomes a special token: whoever writes <｜Assistant｜> into
-        a message gets its letters. Raises RequestRejected when the template refuses.
+        Text of users and tools never becomes a special token: <｜Assistant｜> in a message is
+        encoded as its letters. Raises RequestRejected when the template refuses.
         """
         if not self.has_chat_template:
             raise RequestRejected(
@@ -180,7 +180,7 @@ class TextTokenizer:
 
 
 def _adds_bos(folder: Path, tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Say whether raw prompts begin with BOS.
+    """Return whether raw prompts begin with BOS.
 
     `PreTrainedTokenizerFast` drops `add_bos_token` of tokenizer_config.json, so it is read here.
     """

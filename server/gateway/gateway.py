@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """One engine behind HTTP: everything that lives as long as the application."""
+    """What serves one engine over HTTP: everything that lives as long as the application."""
 
     def __init__(
         self,

@@ -203,7 +203,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     function_call: Annotated[None, _instead("tool_choice", "none", "auto")] = None
     response_format: ResponseFormat | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """Another name of `thinking.budget_tokens`: after so many tokens the reasoning is closed."""
+    """Another name of `thinking.budget_tokens`: after this many tokens the reasoning is closed."""
 
 
 Prompt = Annotated[

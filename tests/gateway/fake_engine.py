@@ -43,7 +43,7 @@ class FakeEngine:
     aborted_answers: list[tuple[str, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_rejected_drafts: int | None = None
-    """When set, all tokens of a step but the last were guessed, and so many more were wrong."""
+    """When set, all tokens of a step but the last were guessed, and this many more were wrong."""
     answers_pings: bool = True
     step_delay_s: float = 0.0
 

@@ -38,7 +38,7 @@ def ask(port: int, content: str = "hi", headers: Any = None, **fields: Any) -> d
 def hang_up(
     port: int, num_events: int, until: Callable[[], object] = lambda: True, **fields: Any
 ) -> None:
-    """Send a request, read so many events of its stream, wait for a condition, and leave."""
+    """Send a request, read this many events of its stream, wait for a condition, and leave."""
     body = orjson.dumps({"model": "tiny", "messages": [user("hi")], **fields})
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:

@@ -96,7 +96,7 @@ def test_item_25_calls_within_the_reasoning_are_calls_once(
 def test_item_26_a_step_may_end_one_call_and_begin_the_next(
     real_client: TestClient, call: Any, num_tokens: int
 ) -> None:
-    """Each step has so many tokens, as with speculation; a marker is one token."""
+    """Each step has this many tokens, as with speculation; a marker is one token."""
     calls = [("w", json.dumps({"city": city})) for city in ("A", "2>&1")]
     text = "Hi" + block(*(call(*c) for c in calls))
     tokenize = {"prompt": text, "add_special_tokens": False, "return_token_strs": False}

@@ -1,4 +1,4 @@
-"""Requests that are ended: by their owner, by whoever runs the server, by a deadline."""
+"""Requests that are ended: by their owner, by the server's operator, by a deadline."""
 
 from __future__ import annotations
 

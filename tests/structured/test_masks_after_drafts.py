@@ -1,6 +1,6 @@
-"""Masks behind drafts, with the libraries themselves: nothing of a draft may stay, or be missed.
+"""Masks after drafts, with the library itself: nothing of a draft may stay, or be missed.
 
-The libraries can take tokens back, but llguidance 1.9 then allowed what a grammar forbids; so a
+The library can take tokens back, but llguidance 1.9 then allowed what a grammar forbids; so a
 fresh matcher that consumes the text is the twin of each mask.
 """
 
@@ -109,7 +109,7 @@ class Walk:
     def continued(
         self, text: Sequence[int], num_tokens: int, unlike: int | None = None
     ) -> list[int]:
-        """Return up to so many tokens that may follow a text; the first is not `unlike`."""
+        """Return up to this many tokens that may follow a text; the first is not `unlike`."""
         matcher, more = self.matcher_after(text), list[int]()
         while len(more) < num_tokens:
             may_come = set(np.flatnonzero(matcher.allowed()).tolist()) - {EOS}
@@ -177,7 +177,7 @@ def test_a_mask_behind_drafts_is_that_of_a_text_with_them(
 
         for k, expected_V in enumerate(expected):
             assert np.array_equal(state.allowed(drafts[:k]), expected_V), (text, drafts[:k])
-        if walk.flip():  # else the text goes on at once, as behind a step: asking again may mend
+        if walk.flip():  # else the text goes on at once, as after a step: asking again may mend
             forbidden = int(np.flatnonzero(~expected[-1])[-1])
             assert state.allowed([*drafts, forbidden]) is None
             assert np.array_equal(state.allowed(), expected[0]), (text, drafts)
