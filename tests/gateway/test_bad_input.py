@@ -227,7 +227,7 @@ def test_chat_without_a_template_says_what_to_do(tmp_path: Any) -> None:
 def test_tools_need_a_template_whose_calls_are_known(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
-    """Calls that no parser reads would be text, and nothing could hold their arguments to a schema."""
+    """Calls that no parser reads would be text, and no schema could hold their arguments."""
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer = TextTokenizer.from_folder(write_tokenizer(tmp_path, chat_template=plain))
     client = TestClient(create_app(GatewayConfig(), FakeEngine(tokenizer), tokenizer))
