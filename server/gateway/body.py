@@ -24,6 +24,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 _JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 _SQUARE = bytes.maketrans(b"{}", b"[]")
+_JSON_HEADERS = Headers({"content-type": "application/json"})
 
 
 class JsonRoute(APIRoute):
@@ -54,7 +55,7 @@ class _DecodedRequest(Request):
 
     @property
     def headers(self) -> Headers:
-        return Headers({"content-type": "application/json"})
+        return _JSON_HEADERS
 
     async def body(self) -> bytes:
         return b"{}"  # not empty: else FastAPI asks for no JSON
