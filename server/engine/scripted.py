@@ -32,7 +32,7 @@ from whalepod.server.messages import (
     ToEngine,
     ToGateway,
 )
-from whalepod.server.tokenizer import byte_alphabet
+from whalepod.server.token_bytes import byte_alphabet
 
 RAISE = "!raise"
 """The piece that makes its step fail."""

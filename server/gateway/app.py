@@ -21,8 +21,8 @@ from whalepod.server.gateway.api_errors import install_error_handlers
 from whalepod.server.gateway.auth import ApiKeyMiddleware, RequestIdMiddleware, read_keys
 from whalepod.server.gateway.gateway import Gateway
 from whalepod.server.gateway.live_requests import LiveRequestMiddleware
-from whalepod.server.gateway.metrics import measuring_lag
 from whalepod.server.gateway.openapi import install_docs
+from whalepod.server.gateway.timers import measuring_lag
 from whalepod.server.tokenizer import TextTokenizer
 
 _ROUTES = (routes_generate, routes_responses, routes_server, routes_page)

@@ -19,8 +19,8 @@ from whalepod.server.gateway.events import (
     Finished,
     UsageReady,
 )
-from whalepod.server.gateway.metrics import RequestTimer
 from whalepod.server.gateway.stops import StopMatcher
+from whalepod.server.gateway.timers import RequestTimer
 from whalepod.server.messages import Submit
 from whalepod.server.tokenizer import TextTokenizer
 

@@ -18,7 +18,7 @@ from whalepod.server.gateway.gateway import gateway_of
 from whalepod.server.gateway.generation import PromptRun, generate
 from whalepod.server.gateway.limits import START_WAIT_S
 from whalepod.server.gateway.live_requests import LiveRequest
-from whalepod.server.gateway.metrics import RequestTimer
+from whalepod.server.gateway.timers import RequestTimer
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,8 @@ from whalepod.scheduler.params import SamplingParams
 from whalepod.server.gateway.api_errors import ApiError
 from whalepod.server.gateway.events import Delta, fold
 from whalepod.server.gateway.generation import PromptRun, generate
-from whalepod.server.gateway.metrics import Metrics, RequestTimer
+from whalepod.server.gateway.metrics import Metrics
+from whalepod.server.gateway.timers import RequestTimer
 from whalepod.server.messages import Submit
 
 CHAT = "/v1/chat/completions"

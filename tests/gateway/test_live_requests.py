@@ -26,8 +26,9 @@ from whalepod.scheduler.params import Constraint
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.admin import create_admin_app
 from whalepod.server.gateway.app import create_app
+from whalepod.server.gateway.connection import TimedHttpProtocol
 from whalepod.server.gateway.limits import MAX_HEAD_BYTES
-from whalepod.server.gateway.run import TimedHttpProtocol, serve
+from whalepod.server.gateway.run import serve
 from whalepod.server.tokenizer import TextTokenizer
 
 Ask = Callable[..., httpx2.Response]

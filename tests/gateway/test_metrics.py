@@ -12,7 +12,8 @@ from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_doors import metric
 from tests.gateway.wire import chat, complete
 from whalepod.scheduler.stats import Stats
-from whalepod.server.gateway.metrics import INTERVAL_S, Metrics, RequestTimer, measuring_lag
+from whalepod.server.gateway.metrics import Metrics
+from whalepod.server.gateway.timers import INTERVAL_S, RequestTimer, measuring_lag
 
 
 class Clock:
