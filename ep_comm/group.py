@@ -18,10 +18,10 @@ FIRST_ABORT = (1 << COUNT_BITS) - MAX_RANKS
 
 
 def signal_value(epoch: int, count: int) -> int:
-    """Return the word for `count` items of call `epoch` (from 1).
+    """Return the signal for `count` items of call `epoch` (from 1).
 
     The epoch stands above the count, so a wait for "at least this epoch" needs nothing zeroed
-    before, and a word left over from an earlier call is too small to be taken for this one.
+    before, and a signal left over from an earlier call is too small to be taken for this one.
     """
     assert 0 < epoch < 1 << (63 - COUNT_BITS), epoch
     assert 0 <= count < 1 << COUNT_BITS, count
@@ -130,14 +130,14 @@ class Group:
         """Return whether it is known that `rank` sends nothing more."""
         return self._is_gone is not None and self._is_gone(rank)
 
-    def wait(self, word: int, at_least: int, writer: int, deadline_ms: float) -> SignalWait:
-        """Wait for a word that `writer` sets: until it is there, or late, or `writer` is gone."""
+    def wait(self, signal: int, at_least: int, writer: int, deadline_ms: float) -> SignalWait:
+        """Wait for a signal that `writer` sets: until it is there, or late, or `writer` is gone."""
         wait = self.transport.signal_wait
         if self._is_gone is None:
-            return wait(word, at_least, deadline_ms)
+            return wait(signal, at_least, deadline_ms)
         while True:
             until_ms = min(deadline_ms, self.transport.now_ms() + WATCH_MS)
-            found = wait(word, at_least, until_ms)
+            found = wait(signal, at_least, until_ms)
             if found.arrived or until_ms >= deadline_ms or self._is_gone(writer):
                 return found
 
@@ -166,10 +166,10 @@ class Group:
 
 
 class Expected(NamedTuple):
-    """A signal to wait for: about the rows of `source`, in a word that only `writer` sets."""
+    """A signal to wait for: about rows of `source`, at an offset where only `writer` writes."""
 
     source: int
-    word: int
+    offset: int
     writer: int
 
 
@@ -196,10 +196,10 @@ class Arrivals:
         """Find the ranks that wrote again while this one was reading: what it read may be torn.
 
         That happens only to a rank which the others have given up. (An abort of the next call may
-        take the word at any time; it brings no rows.)
+        take its place at any time; it brings no rows.)
         """
         for signal, value in self._seen.items():
-            now = self._group.transport.signal_fetch(signal.word)
+            now = self._group.transport.signal_fetch(signal.offset)
             if now != value and now & COUNT_MASK < FIRST_ABORT:
                 self._found["overtaken"].add(signal.writer)
 
@@ -208,14 +208,14 @@ class Arrivals:
         return CallStatus(operation=self._operation, epoch=self._epoch, **found)
 
     def _wait_one(self, signal: Expected, deadline_ms: float) -> int | None:
-        """Return the word's value, or None where the rank is suspect or becomes so."""
-        group, (source, word, writer) = self._group, signal
+        """Return the signal's value, or None where the rank is suspect or becomes so."""
+        group, (source, offset, writer) = self._group, signal
         if source in group.suspects or writer in group.suspects:
             if source not in group.suspects:
                 self._found["lost"].add(source)
             return None
         start_ms = group.transport.now_ms()
-        arrived, value = group.wait(word, signal_value(self._epoch, 0), writer, deadline_ms)
+        arrived, value = group.wait(offset, signal_value(self._epoch, 0), writer, deadline_ms)
         now_ms = group.transport.now_ms()
         group.wait_ms_R[writer] += now_ms - start_ms
         if arrived:
@@ -229,7 +229,7 @@ class Arrivals:
     def _read(self, signal: Expected, value: int) -> int | None:
         """Return the count in `value`, or None and the reason in `_found`."""
         epoch, count = value >> COUNT_BITS, value & COUNT_MASK
-        if count >= FIRST_ABORT:  # also of a later call: an abort waits for nobody
+        if count >= FIRST_ABORT:  # also of a later call: an abort waits for no one
             self._group.culprit = count - FIRST_ABORT
             self._found["aborted"].add(signal.writer)
             self._found["blamed"].add(count - FIRST_ABORT)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from whalepod.ep_comm import exchange
-from whalepod.ep_comm.exchange import Exchange, ExchangeRegions
+from whalepod.ep_comm import all_gather
+from whalepod.ep_comm.all_gather import AllGather, GatherRegions
 from whalepod.ep_comm.group import CallFailed, Group
 from whalepod.ep_comm.heap import HeapLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Changes with the meaning of anything that ranks write into each other's heaps."""
 
 RECORD_BYTES = 8192
@@ -29,9 +29,9 @@ class HandshakeError(RuntimeError):
     """Ranks of a group were started with different settings."""
 
 
-def carve(heap: HeapLayout) -> ExchangeRegions:
+def reserve(heap: HeapLayout) -> GatherRegions:
     """Reserve the handshake's records. Call it first: its place must not depend on settings."""
-    return exchange.carve(heap, RECORD_BYTES, "handshake")
+    return all_gather.reserve(heap, RECORD_BYTES, "handshake")
 
 
 def describe(**parts: Any) -> dict[str, str]:
@@ -47,7 +47,7 @@ def describe(**parts: Any) -> dict[str, str]:
 
 def shake_hands(
     group: Group,
-    regions: ExchangeRegions,
+    regions: GatherRegions,
     described: Mapping[str, str],
     timeout_ms: float,
     *,
@@ -69,9 +69,9 @@ def shake_hands(
         bytearray(len(text).to_bytes(8, "little") + text.ljust(RECORD_BYTES - 8)),
         dtype=torch.uint8,
     )
-    exchange_ = Exchange(group, regions, "handshake")
-    exchange_.resume(number)
-    records, status = exchange_.gather(record, group.deadline(timeout_ms))
+    gather = AllGather(group, regions, "handshake")
+    gather.resume(number)
+    records, status = gather.gather(record, group.deadline(timeout_ms))
     if not status.ok:
         raise CallFailed(status)
     lines = differences({rank: _decode(found) for rank, found in records.items()})

@@ -1,4 +1,4 @@
-"""How a rank's symmetric heap is carved: the same calls give the same offsets on every rank."""
+"""How a rank's symmetric heap is laid out: the same calls give the same offsets on every rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Region:
         """Return the region's bytes in `heap`, uint8."""
         return heap[self.offset : self.offset + self.num_bytes]
 
-    def word(self, index: int) -> int:
-        """Return the offset of signal word `index`."""
+    def signal(self, index: int) -> int:
+        """Return the offset of signal `index`."""
         assert self.is_signal, self
         assert 0 <= index < self.num_bytes // SIGNAL_BYTES, (self, index)
         return self.offset + index * SIGNAL_BYTES
@@ -34,7 +34,7 @@ class Region:
 class HeapLayout:
     """Hands out aligned regions in the order of the calls. Allocates nothing itself.
 
-    The first region is the transports' own: one barrier word per rank.
+    The first region is the transports' own: one barrier signal per rank.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -47,12 +47,12 @@ class HeapLayout:
         """Return a region for data."""
         return self._append(name, num_bytes, False)
 
-    def take_signals(self, name: str, num_words: int) -> Region:
-        """Return a region of 64-bit signal words; they begin at zero."""
-        return self._append(name, num_words * SIGNAL_BYTES, True)
+    def take_signals(self, name: str, num_signals: int) -> Region:
+        """Return a region of 64-bit signals; they begin at zero."""
+        return self._append(name, num_signals * SIGNAL_BYTES, True)
 
     def digest(self) -> str:
-        """Return a hash of all regions: equal on ranks that carved alike."""
+        """Return a hash of all regions: equal on ranks that reserved alike."""
         lines = [f"{r.name} {r.offset} {r.num_bytes} {r.is_signal}" for r in self._regions]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -64,8 +64,15 @@ class HeapLayout:
 
     def _append(self, name: str, num_bytes: int, is_signal: bool) -> Region:
         if any(region.name == name for region in self._regions):
-            raise ValueError(f"the heap already has a region {name!r}: give each mode its own name")
+            raise ValueError(
+                f"the heap already has a region {name!r}: give each exchange its own name"
+            )
         region = Region(name=name, offset=self.num_bytes, num_bytes=num_bytes, is_signal=is_signal)
         self._regions.append(region)
-        self.num_bytes += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.num_bytes += align(num_bytes, ALIGNMENT_BYTES)
         return region
+
+
+def align(num_bytes: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-num_bytes // multiple) * multiple

@@ -81,11 +81,6 @@ def dispatch_layout(ids_TK: Tensor, num_experts: int, num_ranks: int) -> Dispatc
     )
 
 
-def rank_prefix_matrix(counts_RR: Tensor) -> Tensor:
-    """Turn rows sent (row: source, column: destination) into inclusive sums over sources."""
-    return counts_RR.cumsum(dim=0)
-
-
 def nodes_hit(is_token_in_rank_TR: Tensor, num_nodes: int) -> Tensor:
     """Return `[T, V]` bool: the token has an expert on that node (ranks of a node are neighbours).
 
@@ -106,11 +101,6 @@ def local_ids(ids_NK: Tensor, first_expert: int, num_local: int) -> Tensor:
     return torch.where(is_local_NK, ids_NK - first_expert, -1)
 
 
-def align_up(counts: Tensor, alignment: int) -> Tensor:
-    """Round each count up to a multiple of `alignment`."""
-    return (counts + alignment - 1).div(alignment, rounding_mode="floor") * alignment
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRows:
     """Received rows `[N]` spread into one row per selection, grouped by local expert.
@@ -129,13 +119,11 @@ class ExpertRows:
     first_row_E: Tensor
 
 
-def expert_rows(
-    local_NK: Tensor, num_local: int, *, rows_per_expert: int = 0, alignment: int = 1
-) -> ExpertRows:
+def expert_rows(local_NK: Tensor, num_local: int, rows_per_expert: int = 0) -> ExpertRows:
     """Place every selection of `local_NK` (-1: none) in an output grouped by expert.
 
     rows_per_expert > 0  expert e begins at row e * rows_per_expert (static shapes)
-    otherwise            experts follow one another, each beginning at a multiple of `alignment`
+    otherwise            experts follow one another
     """
     num_choices = max(local_NK.shape[1], 1)
     flat = local_NK.flatten()
@@ -146,8 +134,7 @@ def expert_rows(
     if rows_per_expert:
         first_row_E = torch.arange(num_local) * rows_per_expert
     else:
-        aligned_E = align_up(count_E, alignment)
-        first_row_E = aligned_E.cumsum(0) - aligned_E
+        first_row_E = count_E.cumsum(0) - count_E
     place_S = torch.arange(len(flat_S)) - (count_E.cumsum(0) - count_E)[expert_S]
     row_S = first_row_E[expert_S] + place_S
     row_of_NK = torch.full_like(flat, -1).index_copy_(0, flat_S, row_S).view(local_NK.shape)

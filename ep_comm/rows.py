@@ -1,4 +1,4 @@
-"""The records that carry one token each, and how they leave a rank.
+"""The records that carry one token each.
 
 A record is a header (token, choices, weights), the hidden values, and their fp8 scales; each part
 begins at a multiple of 16 bytes, so that every part of many records is a strided typed view.
@@ -8,7 +8,6 @@ Suffix letters as in `whalepod.ep_comm.layout`, and H hidden, G groups of 128 ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
@@ -16,9 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from whalepod.ep_comm.group import Group, signal_value
-from whalepod.ep_comm.heap import ALIGNMENT_BYTES, Region
-from whalepod.ep_comm.transport.interface import Transport
+from whalepod.ep_comm.heap import align
 
 RowDtype = Literal["float32", "bfloat16", "float8"]
 _DTYPES = {
@@ -51,23 +48,20 @@ class RowFormat:
     """The layout of a record.
 
     num_ids, num_weights  K or 0: int32 global expert ids, f32 weights
-    ue8m0                 fp8 scales are single exponent bytes, not f32
     """
 
     hidden: int
     dtype: RowDtype
     num_ids: int = 0
     num_weights: int = 0
-    ue8m0: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             raise ValueError(f"row dtype {self.dtype!r} is none of {sorted(_DTYPES)}")
-        step = 4 * SCALE_GROUP if self.ue8m0 else SCALE_GROUP
-        if self.dtype == "float8" and self.hidden % step:
+        if self.dtype == "float8" and self.hidden % SCALE_GROUP:
             raise ValueError(
-                f"hidden ({self.hidden}) must be a multiple of {step} for fp8 rows"
-                f"{' with UE8M0 scales' if self.ue8m0 else ''}: send bfloat16 rows"
+                f"hidden ({self.hidden}) must be a multiple of {SCALE_GROUP} for fp8 rows: send "
+                f"bfloat16 rows"
             )
 
     @property
@@ -77,10 +71,6 @@ class RowFormat:
     @property
     def num_scales(self) -> int:
         return self.hidden // SCALE_GROUP if self.dtype == "float8" else 0
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        return torch.uint8 if self.ue8m0 else torch.float32
 
     @property
     def num_bytes(self) -> int:
@@ -99,8 +89,14 @@ class RowFormat:
             ids_K=part(at.ids, self.num_ids, torch.int32),
             weights_K=part(at.weights, self.num_weights, torch.float32),
             values_H=part(at.values, self.hidden, self.torch_dtype),
-            scales_G=part(at.scales, self.num_scales, self.scale_dtype),
+            scales_G=part(at.scales, self.num_scales, torch.float32),
         )
+
+    def values(self, records: Tensor) -> Tensor:
+        """Return the hidden values of records, uint8 `[..., num_bytes]`, as a typed view."""
+        start = self.offsets.values
+        num_bytes = self.hidden * self.torch_dtype.itemsize
+        return records[..., start : start + num_bytes].view(self.torch_dtype)
 
     @property
     def offsets(self) -> Offsets:
@@ -121,27 +117,21 @@ class Offsets(NamedTuple):
 def _offsets(row_format: RowFormat) -> Offsets:
     ids = 4 if row_format.num_ids or row_format.num_weights else 0
     weights = ids + 4 * row_format.num_ids
-    values = _round_up(weights + 4 * row_format.num_weights, _PART_BYTES)
-    scales = _round_up(values + row_format.hidden * row_format.torch_dtype.itemsize, _PART_BYTES)
-    end = scales + row_format.num_scales * row_format.scale_dtype.itemsize
-    return Offsets(ids, weights, values, scales, _round_up(end, _PART_BYTES))
+    values = align(weights + 4 * row_format.num_weights, _PART_BYTES)
+    scales = align(values + row_format.hidden * row_format.torch_dtype.itemsize, _PART_BYTES)
+    end = scales + 4 * row_format.num_scales
+    return Offsets(ids, weights, values, scales, align(end, _PART_BYTES))
 
 
-def quantize_rows(x_TH: Tensor, *, round_scale: bool) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_TH: Tensor) -> tuple[Tensor, Tensor]:
     """Round rows to e4m3: returns values `[T, H]` and the f32 scales `[T, H / 128]` to undo it.
 
-    scale = max(|x|, 1e-4) / 448 over 128 channels; with `round_scale` the next power of two.
-    Source: DeepEP's cast inside the low-latency dispatch.
+    scale = max(|x|, 1e-4) / 448 over 128 channels. Source: DeepEP's dispatch.
     """
     groups_TGD = x_TH.float().view(len(x_TH), x_TH.shape[1] // SCALE_GROUP, SCALE_GROUP)
     amax_TG = groups_TGD.abs().amax(dim=-1).clamp(min=LEAST_AMAX)
     scales_TG = amax_TG / E4M3_MAX
     factor_TG = torch.full_like(amax_TG, E4M3_MAX) / amax_TG  # not torch's reciprocal * scalar
-    if round_scale:
-        mantissa, exponent = torch.frexp(scales_TG)
-        exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-        scales_TG = torch.ldexp(torch.ones_like(scales_TG), exponent)
-        factor_TG = 1.0 / scales_TG
     values_TGD = groups_TGD * factor_TG[..., None]
     return values_TGD.flatten(1).to(torch.float8_e4m3fn), scales_TG
 
@@ -150,11 +140,6 @@ def dequantize_rows(values_NH: Tensor, scales_NG: Tensor) -> Tensor:
     """Return the f32 rows `[..., H]` of e4m3 values and f32 scales `[..., H / 128]`."""
     groups = values_NH.float().view(*scales_NG.shape, SCALE_GROUP)
     return (groups * scales_NG[..., None]).flatten(-2)
-
-
-def exponent_bytes(scales_TG: Tensor) -> Tensor:
-    """Return the exponent byte of each f32 power of two (UE8M0), uint8."""
-    return ((scales_TG.view(torch.int32) >> 23) & 0xFF).to(torch.uint8)
 
 
 def raw(values: Tensor) -> Tensor:
@@ -191,89 +176,3 @@ def weighted_sum(rows_SH: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
             y_TH.masked_fill_(is_absent_T[:, None], 0.0)
         sum_TH.add_(y_TH)
     return sum_TH
-
-
-class Outbox:
-    """Sends blocks of records: data, then a fence, then the signal.
-
-    Where plain stores reach the peer, records are written straight into its heap; elsewhere into
-    this rank's staging region, and put from there.
-    """
-
-    def __init__(self, group: Group, staging: Region) -> None:
-        self._transport = group.transport
-        self._staging = staging
-        self._used_bytes = 0
-        self.sent_bytes_R = torch.zeros(group.num_ranks, dtype=torch.int64)
-        """Data sent to each rank since the start, signals not counted."""
-        self._sent_bytes = self.sent_bytes_R.numpy()  # the same memory
-
-    def begin(self) -> None:
-        """Start a phase: the staging region can be used again when all puts are complete."""
-        self._transport.quiet()
-        self._used_bytes = 0
-
-    def open(self, rank: int, offset: int, num_bytes: int) -> Tensor:
-        """Return where to write up to `num_bytes` that go to `offset` of the heap of `rank`."""
-        peer = self._transport.peer_view(rank)
-        if peer is not None:
-            return peer[offset : offset + num_bytes]
-        start = self._used_bytes
-        self._used_bytes = _round_up(start + num_bytes, ALIGNMENT_BYTES)
-        assert self._used_bytes <= self._staging.num_bytes, (self._used_bytes, self._staging)
-        return self._staging.view(self._transport.heap)[start : start + num_bytes]
-
-    def send(
-        self,
-        rank: int,
-        offset: int,
-        block: Tensor,
-        num_bytes: int,
-        word: int,
-        epoch: int,
-        count: int,
-    ) -> None:
-        """Send the first bytes of a block that `open` returned, then the signal (epoch, count)."""
-        self._sent_bytes[rank] += num_bytes
-        if num_bytes and self._transport.peer_view(rank) is None:
-            self._transport.put_nbi(offset, block.view(-1)[:num_bytes], rank)
-        self._transport.fence(rank)
-        self._transport.signal_op(word, signal_value(epoch, count), rank)
-
-
-class RecordBlocks:
-    """Where records of one format are written before they are sent, always as many.
-
-    Views of a peer's heap are made once for each place: that costs more than the writing.
-    """
-
-    def __init__(
-        self, outbox: Outbox, transport: Transport, row_format: RowFormat, max_records: int
-    ) -> None:
-        self._outbox = outbox
-        self._transport = transport
-        self._format = row_format
-        self._shape = (max_records, row_format.num_bytes)
-        self.block_bytes = max_records * row_format.num_bytes
-        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def open(self, rank: int, offset: int) -> tuple[Tensor, Tensor]:
-        """Return the records that go to `offset` of the heap of `rank`, uint8 `[max, bytes]`, and
-        their values `[max, H]`."""
-        found = self._kept.get((rank, offset))
-        if found is not None:
-            return found
-        records = self._outbox.open(rank, offset, self.block_bytes).view(self._shape)
-        made = records, self._format.views(records).values_H
-        if self._transport.peer_view(rank) is not None:
-            self._kept[rank, offset] = made
-        return made
-
-
-def staging_bytes(blocks: Sequence[int]) -> int:
-    """Return the size of a staging region for blocks of these sizes."""
-    return sum(_round_up(size, ALIGNMENT_BYTES) for size in blocks)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

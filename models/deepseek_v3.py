@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.routed_experts import ExpertPlacement
 from whalepod.kernels.interface import Kernels
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whalepod.ep_comm.interface import ExpertPlacement
-from whalepod.ep_comm.local import LocalExperts, LocalPlacement
+from whalepod.ep_comm.routed_experts import ExpertPlacement, LocalPlacement
 from whalepod.kernels.interface import GateConfig, Kernels, Packed
 from whalepod.models.config import ModelConfig
 from whalepod.models.weights import Weights
@@ -78,12 +77,10 @@ class MixtureOfExperts:
         )
         self.expert_bytes = sum(tensor.nbytes for tensor in kernels.packed_parts(packed)[0])
         self._routed = placement.routed(packed, prefix)
-        # calls nothing but `Kernels`
-        self._is_local = isinstance(self._routed, LocalExperts) and self._routed.owns_all
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         ids_TK, weights_TK = self._kernels.route(x_TH, self._router, self._bias_E, self._gate)
-        if self._is_local:
+        if self._routed.is_replayable:
             y_TH = self._routed(x_TH, ids_TK, weights_TK)
         else:
             y_TH = self._kernels.eager(lambda: self._routed(x_TH, ids_TK, weights_TK), x_TH)

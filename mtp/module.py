@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.routed_experts import ExpertPlacement
 from whalepod.kernels.interface import Kernels, Packed
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.routed_experts import ExpertPlacement
 from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.cache import LatentCache
 from whalepod.mtp.config import SpeculationConfig

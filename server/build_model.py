@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import torch
 
-from whalepod.ep_comm.interface import ExpertPlacement
+from whalepod.ep_comm.routed_experts import ExpertPlacement
 from whalepod.kernels.interface import BLOCK_TOKENS, Kernels
 from whalepod.models.canary import NotInvariantError, canary
 from whalepod.models.config import ConfigError, ModelConfig, load_config

@@ -1,9 +1,8 @@
-"""What the modes do to rows between two transfers: one call each, and two ways to do it.
+"""What an exchange does to rows between two transfers: one call each, and two ways to do it.
 
 `plain` is the meaning, in torch, on any device; `compiled` gives the same bits on a CPU.
 
-Suffix letters as in `whalepod.ep_comm.layout`, and H hidden, G fp8 scales of a row, D destinations,
-C ranks whose rows are here, M most tokens of a rank.
+Suffix letters as in `whalepod.ep_comm.layout`, and H hidden, G fp8 scales of a row, D destinations.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from whalepod.ep_comm.rows import RowFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRows:
+class SendRows:
     """What goes into the records of a rank's tokens.
 
     values_TH   [T, H] of the record's dtype
@@ -35,28 +34,41 @@ class TokenRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertOutput:
-    """Where rows of experts are written, in blocks (one per expert, or one for all).
+class SpreadRows:
+    """Where received records are spread to, a row per (record, expert of this rank).
 
-    rows_SH     [B * rows_per_block, H] of the record's dtype
-    info_S      [B * rows_per_block] int32 token index on the source
-    scales_BSG  [B, rows_per_block, columns], 4-byte elements in any order of storage
+    rows_SH, info_S  [S, H] of the record's dtype, [S] int32 token on the source; S: most rows
+    scales_SG        [S, G] f32
+    row_of_NK        [most N, K] int64 row of each selection, -1 where it is another rank's
+    expert_S         [S] int64 local expert of each row, where experts follow one another; else None
+    count_E          [E_l] int32 rows of each expert
+    first_row_E      [E_l] int64 an expert's first row
+    ranges_ER        [E_l, R] int64 (begin << 32) | count of each source's rows of an expert
+    count_R          [R] int64 records of each source
+    num_rows         [1] int64 rows of all experts
     """
 
     rows_SH: Tensor
     info_S: Tensor
-    scales_BSG: Tensor
+    scales_SG: Tensor
+    row_of_NK: Tensor
+    expert_S: Tensor | None
+    count_E: Tensor
+    first_row_E: Tensor
+    ranges_ER: Tensor
+    count_R: Tensor
+    num_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArrivedRows:
+class UnpackedRows:
     """Where received records are unpacked to, a row each; contiguous.
 
     x_NH        [N, H] of the record's dtype
     scales_NG   [N, G] f32
     ids_NK      [N, K] int64 local expert ids, -1 where the choice is another rank's
     weights_NK  [N, K] f32, 0 where the choice is another rank's
-    token_N     [N] int64 token index on the source
+    info_N      [N] int32 token on the source
     count_E     [E_l] int64 choices of each local expert, added up over calls
     """
 
@@ -64,7 +76,7 @@ class ArrivedRows:
     scales_NG: Tensor
     ids_NK: Tensor
     weights_NK: Tensor
-    token_N: Tensor
+    info_N: Tensor
     count_E: Tensor
 
 
@@ -81,24 +93,6 @@ class Experts:
     rows_per_expert: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Where the selections of the received records went.
-
-    row_of_NK    [N, K] int64 output row of each selection, -1 where it is another rank's
-    weights_NK   [N, K] f32 as received; [N, 0] if records have none
-    count_E      [E_l] int64 rows per expert
-    first_row_E  [E_l] int64 an expert's first row
-    ranges_ER    [E_l, R] int64 (begin << 32) | count of each source's rows of an expert
-    """
-
-    row_of_NK: Tensor
-    weights_NK: Tensor
-    count_E: Tensor
-    first_row_E: Tensor
-    ranges_ER: Tensor
-
-
 class RowKernels(Protocol):
     """Every copy, conversion and sum of rows."""
 
@@ -111,14 +105,14 @@ class RowKernels(Protocol):
         """
         ...
 
-    def quantize(self, x_TH: Tensor, *, round_scale: bool) -> tuple[Tensor, Tensor]:
+    def quantize(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Round f32 or bf16 rows to e4m3: values `[T, H]`, f32 scales `[T, H / 128]`."""
         ...
 
     def pack(
         self,
         row_format: RowFormat,
-        tokens: TokenRows,
+        rows: SendRows,
         is_for_TD: Tensor,
         blocks: Sequence[Tensor | None],
         first_token: int = 0,
@@ -137,12 +131,12 @@ class RowKernels(Protocol):
         records: Tensor,
         counts: Mapping[int, int],
         experts: Experts,
-        output: ExpertOutput,
-    ) -> Spread:
+        out: SpreadRows,
+    ) -> None:
         """Write each received record once per expert of this rank that it selects.
 
         records  uint8 `[R, M, record_bytes]`
-        counts   source rank -> records at its place; in order of ranks
+        counts   source rank -> records at its place; ranks that are not there have none
         Rows are grouped by expert, then by source, then as they were sent.
         """
         ...
@@ -152,36 +146,26 @@ class RowKernels(Protocol):
         row_format: RowFormat,
         records: Tensor,
         first_expert: int,
-        arrived: ArrivedRows,
+        out: UnpackedRows,
         first_row: int,
     ) -> None:
         """Write records, uint8 `[n, record_bytes]`, to the rows `first_row` and on.
 
-        Local experts are those from `first_expert` on. Records have weights, and no UE8M0 scales.
+        Local experts are those from `first_expert` on. Records have weights.
         """
         ...
 
     def collect(self, rows_SH: Tensor, row_of_nK: Tensor, out_SH: Tensor) -> int:
-        """Write rows `row_of_nK` (-1: none), one behind the other, to `out_SH`; return how many.
+        """Write rows `row_of_nK` (-1: none), one after the other, to `out_SH`; return how many.
 
         Both are f32 or bf16; `out_SH` may be a view of records.
-        """
-        ...
-
-    def weighted_sums(
-        self, rows_SH: Tensor, row_of_nK: Tensor, weights_nK: Tensor, out_nH: Tensor
-    ) -> None:
-        """Write sum_k weights[n, k] * rows[row_of[n, k]] to `out_nH`; -1 is skipped.
-
-        In f32 and k order, the operations and their order of `Kernels.experts`; rounded once to the
-        dtype of `out_nH` (f32 or bf16, may be a view of records).
         """
         ...
 
     def combine(
         self,
         returned_RSH: Tensor,
-        owners_has_answered_R: Tensor,
+        has_answered_R: Tensor,
         ids_TK: Tensor,
         num_local: int,
         weights_TK: Tensor,
@@ -191,34 +175,14 @@ class RowKernels(Protocol):
 
         returned_RSH  [R, rows, H] f32 or bf16, a view of records; each owner's rows in the order of
                       (token, k) of this rank's selections of its experts
-        Summed as in `weighted_sums`; owners that have not answered are skipped.
+        In f32 and k order, the operations and their order of `Kernels.experts`; rounded once.
+        Owners that have not answered are skipped.
         """
         ...
 
-    def combine_sums(
-        self,
-        returned_RTH: Tensor,
-        owners_has_answered_R: Tensor,
-        ids_TK: Tensor,
-        num_local: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Return the owners' own sums added up in rank order, `[T, H]` `dtype`.
+    def add_rows(self, rows_nH: Tensor, is_for_T: Tensor, sums_TH: Tensor) -> None:
+        """Add row i (f32 or bf16, may be a view of records) to the i-th of the tokens `is_for_T`.
 
-        returned_RTH  as above, but a row per (token, owner) that the token hits
-        """
-        ...
-
-    def add_rows(
-        self,
-        rows_nH: Tensor,
-        weights_nK: Tensor,
-        is_for_T: Tensor,
-        sums_TH: Tensor,
-        weights_TK: Tensor,
-    ) -> None:
-        """Add row i (f32 or bf16) and weights i to those of the i-th of the tokens `is_for_T`.
-
-        Sums are f32 and contiguous; rows and weights may be views of records.
+        Sums are f32 and contiguous.
         """
         ...

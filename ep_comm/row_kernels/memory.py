@@ -1,11 +1,12 @@
 """Raw memory for compiled code: arrays at addresses, copies, and rows of f32 or bf16.
 
-A heap is one mapping per rank, so kernels take addresses; whoever calls them has checked sizes.
+A heap is one mapping per rank, so kernels take addresses; their callers have checked sizes.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -23,10 +24,21 @@ _I32 = ir.IntType(32)
 
 F32, BF16, BYTES = 0, 1, 2
 """Kinds of rows; rows of bytes are only copied."""
+_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float8_e4m3fn: BYTES}
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """Return what compiled code calls rows of a dtype. ValueError for unknown ones."""
+    kind = _KINDS.get(dtype)
+    if kind is None:
+        raise ValueError(f"rows of {dtype}: convert them to float32 or bfloat16")
+    return kind
 
 
 @intrinsic
-def _pointer(typingctx, address):
+def pointer(typingctx, address):
+    """Return an address as a pointer to anything."""
+
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
@@ -71,7 +83,7 @@ def load_acquire(typingctx, address):
 
 @intrinsic
 def store_release(typingctx, address, value):
-    """Set a 64-bit word behind all stores before it: whoever sees it sees them, too."""
+    """Set a 64-bit word after all stores before it: who sees it sees them, too."""
 
     def codegen(context, builder, signature, args):
         builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
@@ -82,27 +94,27 @@ def store_release(typingctx, address, value):
 
 @njit
 def i64_at(address, count):
-    return carray(_pointer(address), count, np.int64)
+    return carray(pointer(address), count, np.int64)
 
 
 @njit
 def i32_at(address, count):
-    return carray(_pointer(address), count, np.int32)
+    return carray(pointer(address), count, np.int32)
 
 
 @njit
 def u8_at(address, count):
-    return carray(_pointer(address), count, np.uint8)
+    return carray(pointer(address), count, np.uint8)
 
 
 @njit
 def f32_at(address, count):
-    return carray(_pointer(address), count, np.float32)
+    return carray(pointer(address), count, np.float32)
 
 
 @njit
 def f64_at(address, count):
-    return carray(_pointer(address), count, np.float64)
+    return carray(pointer(address), count, np.float64)
 
 
 @njit
@@ -152,18 +164,6 @@ def bits_to_f32(typingctx, bits):
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), codegen
-
-
-@intrinsic
-def next_power_of_two(typingctx, value):
-    """Round a positive, normal f32 up to a power of two."""
-
-    def codegen(context, builder, signature, args):
-        bits = builder.bitcast(args[0], _I32)
-        up = builder.and_(builder.add(bits, _I32(0x7FFFFF)), _I32(0xFF800000))
-        return builder.bitcast(up, ir.FloatType())
-
-    return types.float32(types.float32), codegen
 
 
 @intrinsic

@@ -1,6 +1,6 @@
-"""How compiled code waits for a word that another process sets: without the interpreter's lock.
+"""How compiled code waits for a signal that another process sets: without the interpreter's lock.
 
-A wait looks again and again for some microseconds, then gives its core to whoever wants it between
+A wait looks again and again for some microseconds, then gives its core to others between
 two looks, and sleeps only when nothing has come for long: a sleep lasts at least as long as the
 kernel's timers are coarse, and a rank that has its core to itself loses nothing by looking.
 (8 ranks on 2 cores, waiting in Python: a pure spin took 46 ms in the median, with yields 1.1 ms.)
@@ -52,17 +52,17 @@ def _sleep(typingctx):
 
 
 @njit
-def wait_until(word, at_least, until_ns):
-    """Return the value at the address `word` once it is high enough, or as it is at the end."""
+def wait_until(signal, at_least, until_ns):
+    """Return the value at the address `signal` once it is high enough, or as it is at the end."""
     for _ in range(SPIN_LOOKS):
-        value = load_acquire(word)
+        value = load_acquire(signal)
         if value >= at_least:
             return value
         relax()
     start_ns = now_ns()
     while True:
         time_ns = now_ns()  # before the last look: what came in time counts
-        value = load_acquire(word)
+        value = load_acquire(signal)
         if value >= at_least or time_ns >= until_ns:
             return value
         if time_ns - start_ns < YIELD_NS:
@@ -72,6 +72,6 @@ def wait_until(word, at_least, until_ns):
 
 
 @compiled
-def wait_for_word(word, at_least, until_ns):
+def wait_for_signal(signal, at_least, until_ns):
     """Do as `wait_until`, for callers in Python."""
-    return wait_until(word, at_least, until_ns)
+    return wait_until(signal, at_least, until_ns)

@@ -3,7 +3,7 @@
 Gloo has messages, not memory: a put is a message that a thread of the receiver, one per peer,
 writes into the heap. Messages between two ranks arrive in their order, so a fence has nothing to
 do. `quiet` returns when sources can be used again; data is then on its way, ahead of anything that
-this rank sends to the same peer later, and nobody can tell that from delivered.
+this rank sends to the same peer later, and no rank can tell that from delivered.
 
 A peer whose connection breaks, or that does not take data for `patience_ms`, is lost: what is sent
 to it is dropped, its signals do not come, and a wait for them ends at its deadline. It can come
@@ -199,7 +199,7 @@ class GlooTransport:
             self._changed.notify_all()
 
     def _complete_sends_to(self, peer: int) -> None:
-        """Wait for what was sent to a peer, one by one; a stopped peer holds up nobody else."""
+        """Wait for what was sent to a peer, one by one; a stopped peer holds up no other."""
         sends = self._sends[peer]
         try:
             while (item := sends.queue.get()) is not None:

@@ -1,4 +1,4 @@
-"""What the modes ask of a transport: one-sided puts into peers' heaps, and signal words.
+"""What an exchange asks of a transport: one-sided puts into peers' heaps, and signals.
 
 Semantics are NVSHMEM's. Every rank has a byte heap of one size; an offset means the same place on
 all of them. A put is *not* ordered with anything that follows, except: a `fence(rank)` orders what
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class SignalWait(NamedTuple):
-    """How a wait ended: the word's last value, and whether it reached what was asked."""
+    """How a wait ended: the signal's last value, and whether it reached what was asked."""
 
     arrived: bool
     value: int
@@ -94,15 +94,15 @@ class Transport(Protocol):
         ...
 
     def signal_op(self, signal_offset: int, value: int, rank: int) -> None:
-        """Set a 64-bit word of a rank's heap; ordered behind earlier puts by `fence` only."""
+        """Set a 64-bit signal of a rank's heap; ordered after earlier puts by `fence` only."""
         ...
 
     def signal_fetch(self, signal_offset: int) -> int:
-        """Return a word of this rank's own heap."""
+        """Return a signal of this rank's own heap."""
         ...
 
     def signal_wait(self, signal_offset: int, at_least: int, deadline_ms: float) -> SignalWait:
-        """Wait until a word of this rank's own heap is at least `at_least`, or the deadline."""
+        """Wait until a signal of this rank's own heap is at least `at_least`, or the deadline."""
         ...
 
     def fence(self, rank: int) -> None:
@@ -135,7 +135,7 @@ class Transport(Protocol):
 
 
 def barrier_by_signals(transport: Transport, count: int, deadline_ms: float) -> tuple[int, ...]:
-    """Do the barrier number `count` (from 1) with the heap's first words, one per rank."""
+    """Do the barrier number `count` (from 1) with the heap's first signals, one per rank."""
     transport.quiet()
     ranks = range(transport.topology.num_ranks)
     for rank in ranks:

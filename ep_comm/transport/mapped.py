@@ -29,7 +29,7 @@ class MappedHeaps(ABC):
         self.rank = rank
         self.topology = topology
         self._heaps = list(heaps)
-        self._words = [heap.view(torch.int64).numpy() for heap in heaps]
+        self._signals = [heap.view(torch.int64).numpy() for heap in heaps]
         self._num_barriers = 0
         addresses = np.array([heap.data_ptr() for heap in heaps], dtype=np.int64)
         self.mapped = MappedMemory(addresses, can_wait)
@@ -54,10 +54,10 @@ class MappedHeaps(ABC):
         self._heaps[rank][offset : offset + source.numel()] = source
 
     def signal_op(self, signal_offset: int, value: int, rank: int) -> None:
-        self._words[rank][signal_offset // 8] = value
+        self._signals[rank][signal_offset // 8] = value
 
     def signal_fetch(self, signal_offset: int) -> int:
-        return int(self._words[self.rank][signal_offset // 8])
+        return int(self._signals[self.rank][signal_offset // 8])
 
     def barrier(self, deadline_ms: float) -> tuple[int, ...]:
         self._num_barriers += 1
@@ -68,4 +68,4 @@ class MappedHeaps(ABC):
 
     def close(self) -> None:
         """Let go of the heaps; memory is unmapped as soon as no tensor refers to it any more."""
-        self._words, self._heaps = [], []
+        self._signals, self._heaps = [], []

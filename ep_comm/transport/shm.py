@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from whalepod.ep_comm.row_kernels.waiting import wait_for_word
+from whalepod.ep_comm.row_kernels.waiting import wait_for_signal
 from whalepod.ep_comm.transport.interface import SignalWait, Topology
 from whalepod.ep_comm.transport.mapped import MappedHeaps
 
@@ -58,8 +58,8 @@ class ShmTransport(MappedHeaps):
         return time.monotonic() * 1e3
 
     def signal_wait(self, signal_offset: int, at_least: int, deadline_ms: float) -> SignalWait:
-        word = int(self.mapped.heaps_R[self.rank]) + signal_offset
-        value: int = wait_for_word(word, at_least, int(1e6 * deadline_ms))
+        address = int(self.mapped.heaps_R[self.rank]) + signal_offset
+        value: int = wait_for_signal(address, at_least, int(1e6 * deadline_ms))
         return SignalWait(value >= at_least, value)
 
     def fence(self, rank: int) -> None:

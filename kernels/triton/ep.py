@@ -1,6 +1,6 @@
 """Low-latency dispatch and combine on a GPU: pack, put and signal; wait, spread, and sum.
 
-The protocol is that of `whalepod.ep_comm.modes.low_latency`, word for word: a rank may run these
+The protocol is that of `whalepod.ep_comm.expert_exchange`, word for word: a rank may run these
 kernels while another runs that Python. One launch packs records, the next puts them, a third one
 completes the puts and signals: that a launch has ended is all the order there is among programs.
 None waits for another one of its own launch, so nothing need be resident at the same time.

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from whalepod.ep_comm.dispatcher import Dispatcher, OnProgress, Timeouts
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.handshake import describe
-from whalepod.ep_comm.parallel import Dispatcher, Note, Patience
 from whalepod.ep_comm.rows import RowDtype
-from whalepod.ep_comm.traffic import GroupHeap, Traffic, warm_up
+from whalepod.ep_comm.symmetric_heap import GroupConfig, SymmetricHeap, warm_up
 from whalepod.server.build import build_core, new_depth
 from whalepod.server.build_model import Checkpoint, read_checkpoint, startup_errors
 from whalepod.server.cluster.group_member import GroupMember, HealthMonitor
@@ -40,7 +40,7 @@ _ROW_DTYPES: dict[torch.dtype, RowDtype] = {
 def build_rank(
     config: RankConfig,
     should_stop: Callable[[], bool],
-    wrap_note: Callable[[Note], Note] = lambda note: note,
+    wrap_note: Callable[[OnProgress], OnProgress] = lambda note: note,
 ) -> LockstepEngine:
     """Load this rank's experts, connected to the other ranks; `join` is to follow.
 
@@ -57,7 +57,7 @@ def build_rank(
     with startup_errors():
         checkpoint = read_checkpoint(engine_config)
         traffic = plan_traffic(checkpoint, assignment)
-        heap = GroupHeap(traffic, record_bytes(assignment.num_ranks))
+        heap = SymmetricHeap(traffic, record_bytes(assignment.num_ranks))
         dispatcher = _connect(checkpoint, assignment, heap, health, events, note)
         core = build_core(checkpoint, dispatcher)
     core.reseed(f"{engine_config.source.seed}/{assignment.rank}")
@@ -99,7 +99,7 @@ def build_rank(
     )
 
 
-def plan_traffic(checkpoint: Checkpoint, assignment: RankAssignment) -> Traffic:
+def plan_traffic(checkpoint: Checkpoint, assignment: RankAssignment) -> GroupConfig:
     """Return what the ranks exchange for this model. Raises StartupError if it cannot be spread."""
     config, num_ranks, gate = checkpoint.engine_config, assignment.num_ranks, checkpoint.config.gate
     if gate is None:
@@ -114,11 +114,11 @@ def plan_traffic(checkpoint: Checkpoint, assignment: RankAssignment) -> Traffic:
         )
     limits = config.scheduler
     decode_tokens = limits.max_num_seqs * (1 + _max_depth(config))
-    return Traffic(
+    return GroupConfig(
         num_ranks=num_ranks,
         ranks_per_node=assignment.ranks_per_node,
         num_experts=gate.num_experts,
-        num_choices=gate.num_experts_per_token,
+        top_k=gate.num_experts_per_token,
         hidden=checkpoint.config.hidden_size,
         decode_tokens=min(decode_tokens, limits.max_num_batched_tokens),
         max_tokens=limits.max_num_batched_tokens,
@@ -130,14 +130,14 @@ def plan_traffic(checkpoint: Checkpoint, assignment: RankAssignment) -> Traffic:
 def _connect(
     checkpoint: Checkpoint,
     assignment: RankAssignment,
-    heap: GroupHeap,
+    heap: SymmetricHeap,
     health: HealthMonitor,
     events: EventFds,
-    note: Note,
+    note: OnProgress,
 ) -> Dispatcher:
     """Return the placement of the experts over all ranks, connected to them where they must be."""
     timeout_ms = 1e3 * checkpoint.engine_config.parallel.dispatch_timeout_s
-    warm_up(heap.traffic)  # before any rank waits for another
+    warm_up(heap.config)  # before any rank waits for another
     transport = open_transport(
         assignment,
         heap.layout.num_bytes,
@@ -148,10 +148,9 @@ def _connect(
     return Dispatcher(
         group,
         checkpoint.kernels,
-        heap.modes(group),
-        num_experts=heap.traffic.num_experts,
-        patience=Patience(timeout_ms),
-        note=note,
+        heap.exchanges(group),
+        timeouts=Timeouts(timeout_ms),
+        on_progress=note,
     )
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from whalepod.ep_comm.exchange import Exchange
+from whalepod.ep_comm.all_gather import AllGather
+from whalepod.ep_comm.dispatcher import Dispatcher, OnProgress, ignore_progress
 from whalepod.ep_comm.group import CallFailed, CallStatus, Group
 from whalepod.ep_comm.handshake import HandshakeError, shake_hands
-from whalepod.ep_comm.parallel import Dispatcher, Note, note_nothing
-from whalepod.ep_comm.traffic import GroupHeap
+from whalepod.ep_comm.symmetric_heap import SymmetricHeap
 from whalepod.server.cluster.lockstep import Decision, Lockstep, Mismatch, Remove, Step
 from whalepod.server.cluster.membership_store import Membership, MembershipStore
 from whalepod.server.cluster.rank_record import RankRecord, from_tensor, to_tensor
@@ -58,7 +58,7 @@ class GroupMember:
 
     def __init__(
         self,
-        heap: GroupHeap,
+        heap: SymmetricHeap,
         dispatcher: Dispatcher,
         lockstep: Lockstep,
         health: HealthMonitor,
@@ -66,7 +66,7 @@ class GroupMember:
         *,
         timeout_ms: float,
         wake_others: Callable[[], None] = lambda: None,
-        note: Note = note_nothing,
+        note: OnProgress = ignore_progress,
     ) -> None:
         self._note = note
         # a view of the group for the records, apart from the dispatcher's: a rank that is late in a
@@ -76,7 +76,7 @@ class GroupMember:
         self.membership = Membership(0)
         self._control = control
         self._heap = heap
-        self._exchange = Exchange(control, heap.records, "records")
+        self._exchange = AllGather(control, heap.records, "records")
         self._dispatcher = dispatcher
         self._lockstep = lockstep
         self._health = health
@@ -188,7 +188,7 @@ class GroupMember:
             self._dispatcher.resume(step.renumber)
 
     def _set_patience(self, factor: int) -> None:
-        self._dispatcher.patience.dispatch_ms = factor * self._timeout_ms
+        self._dispatcher.timeouts.dispatch_ms = factor * self._timeout_ms
         self._gather_ms = GATHER_PATIENCE * factor * self._timeout_ms
 
     def _accuse(self, status: CallStatus) -> None:
@@ -216,4 +216,4 @@ class GroupMember:
     def pause(self, timeout_ms: float) -> None:
         """Do nothing for a while, and let other ranks run."""
         transport = self._control.transport
-        transport.signal_wait(self._heap.never.word(0), 1, transport.now_ms() + timeout_ms)
+        transport.signal_wait(self._heap.never.signal(0), 1, transport.now_ms() + timeout_ms)

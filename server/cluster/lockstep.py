@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from whalepod.ep_comm.parallel import ModeName
+from whalepod.ep_comm.dispatcher import ModeName
 from whalepod.mtp.depth import Depth
 from whalepod.server.cluster.rank_record import RankRecord, StepOutcome, group_step
 

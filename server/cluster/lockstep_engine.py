@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from whalepod.ep_comm.dispatcher import Dispatcher
 from whalepod.ep_comm.group import CallFailed
 from whalepod.ep_comm.handshake import HandshakeError
-from whalepod.ep_comm.parallel import Dispatcher
 from whalepod.mtp.stats import StepRecord
 from whalepod.scheduler.plan import Plan, SequenceOutput, StepResult
 from whalepod.scheduler.stats import Stats

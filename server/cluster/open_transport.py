@@ -82,8 +82,8 @@ def _open_gloo(
 
 def _open_on_gpu(assignment: RankAssignment, heap_bytes: int, store: Store) -> Transport:
     """Open a transport between GPUs; their wheels need not be there otherwise."""
-    from whalepod.ep_comm.transport.cuda_ipc import CudaIpcTransport
-    from whalepod.ep_comm.transport.nvshmem import NvshmemTransport
+    from whalepod.ep_comm.gpu.cuda_ipc import CudaIpcTransport
+    from whalepod.ep_comm.gpu.nvshmem import NvshmemTransport
 
     kind = CudaIpcTransport if assignment.transport == "cuda_ipc" else NvshmemTransport
     return kind(

@@ -14,14 +14,14 @@ from whalepod.server.engine_launcher import START_TIMEOUT_S
 from whalepod.server.engine_process import ServedEngine, main_of
 
 if TYPE_CHECKING:
-    from whalepod.ep_comm.parallel import Note
+    from whalepod.ep_comm.dispatcher import OnProgress
 
 
 def open_rank(
     data: bytes,
     server: EngineServer,
     should_stop: Callable[[], bool],
-    wrap_note: Callable[[Note], Note] = lambda note: note,
+    wrap_note: Callable[[OnProgress], OnProgress] = lambda note: note,
 ) -> ServedEngine:
     """Build the rank that the launcher describes; return when all ranks of its group are ready."""
     config = decode_value(RankConfig, data)

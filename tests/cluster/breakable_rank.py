@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from whalepod.ep_comm.parallel import Note
+from whalepod.ep_comm.dispatcher import OnProgress
 from whalepod.server.channel import EngineServer
 from whalepod.server.cluster.rank_assignment import RankConfig
 from whalepod.server.cluster.rank_process import exit_at_once, open_rank
@@ -19,7 +19,7 @@ from whalepod.server.codec import decode_value
 from whalepod.server.engine_process import ServedEngine, main_of
 
 
-def breakable(note: Note, rank: int, folder: Path) -> Note:
+def breakable(note: OnProgress, rank: int, folder: Path) -> OnProgress:
     def act(layer: str, operation: str) -> None:
         note(layer, operation)
         if not operation:

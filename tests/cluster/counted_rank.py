@@ -14,9 +14,9 @@ from pathlib import Path
 from torch import Tensor
 
 from whalepod.ep_comm import layout
-from whalepod.ep_comm.modes.low_latency import DispatchInFlight, LowLatency
-from whalepod.ep_comm.modes.throughput import Throughput
-from whalepod.ep_comm.modes.throughput_rows import Received
+from whalepod.ep_comm.config import ExchangeConfig
+from whalepod.ep_comm.dispatched import Dispatched, Handle
+from whalepod.ep_comm.expert_exchange import DispatchInFlight, ExpertExchange
 from whalepod.server.channel import EngineServer
 from whalepod.server.cluster.rank_assignment import RankConfig
 from whalepod.server.cluster.rank_process import open_rank
@@ -50,51 +50,34 @@ class _Ledger:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def note(self, mode: LowLatency | Throughput, ids_TK: Tensor, sent_R: Tensor) -> None:
-        config = mode.config
+    def note(self, config: ExchangeConfig, ids_TK: Tensor, sent_R: Tensor) -> None:
         counts_R = layout.dispatch_layout(
             ids_TK, config.num_experts, config.num_ranks
         ).num_tokens_per_rank_R
         predicted_R = counts_R * config.dispatch_format.num_bytes
         texts = (",".join(str(n) for n in row.tolist()) for row in (predicted_R, sent_R))
         with self._path.open("a") as file:
-            print(type(mode).__name__, len(ids_TK), *texts, file=file)
+            print(config.layout, len(ids_TK), *texts, file=file)
 
-    def count_low_latency(self) -> None:
-        """Let all low-latency dispatches of this process be written down."""
-        send = LowLatency.send_dispatch
+    def count_dispatches(self) -> None:
+        """Let all dispatches of this process be written down."""
+        send, receive = ExpertExchange.send_dispatch, ExpertExchange.receive_dispatch
+        before: dict[int, Tensor] = {}
 
-        def counted(
-            mode: LowLatency, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor | None = None
+        def sending(
+            exchange: ExpertExchange, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
         ) -> DispatchInFlight:
-            before_R = mode.outbox.sent_bytes_R.clone()
-            flight = send(mode, x_TH, ids_TK, weights_TK)
-            self.note(mode, ids_TK, mode.outbox.sent_bytes_R - before_R)
-            return flight
+            before[id(exchange)] = exchange.send_buffer.sent_bytes_R.clone()
+            return send(exchange, x_TH, ids_TK, weights_TK)
 
-        LowLatency.send_dispatch = counted  # type: ignore[method-assign]
+        def receiving(exchange: ExpertExchange, handle: Handle, timeout_ms: float) -> Dispatched:
+            result = receive(exchange, handle, timeout_ms)
+            sent_R = exchange.send_buffer.sent_bytes_R - before[id(exchange)]
+            self.note(exchange.config, handle.ids_TK, sent_R)
+            return result
 
-    def count_throughput(self) -> None:
-        """Let all throughput dispatches of this process be written down."""
-        dispatch = Throughput.dispatch
-
-        def counted(
-            mode: Throughput,
-            x: Tensor | tuple[Tensor, Tensor],
-            ids_TK: Tensor,
-            weights_TK: Tensor,
-            timeout_ms: float,
-            *,
-            num_static_rows: int | None = None,
-        ) -> Received:
-            before_R = mode.outbox.sent_bytes_R.clone()
-            received = dispatch(
-                mode, x, ids_TK, weights_TK, timeout_ms, num_static_rows=num_static_rows
-            )
-            self.note(mode, ids_TK, mode.outbox.sent_bytes_R - before_R)
-            return received
-
-        Throughput.dispatch = counted  # type: ignore[method-assign]
+        ExpertExchange.send_dispatch = sending  # type: ignore[method-assign]
+        ExpertExchange.receive_dispatch = receiving  # type: ignore[method-assign]
 
 
 def open_counted(
@@ -104,8 +87,7 @@ def open_counted(
     assignment = decode_value(RankConfig, data).assignment
     ledger = _Ledger(Path(assignment.folder) / f"wire.{assignment.rank}")
     engine = open_rank(data, server, should_stop)
-    ledger.count_low_latency()
-    ledger.count_throughput()
+    ledger.count_dispatches()
     return engine
 
 

@@ -11,10 +11,10 @@ import torch
 from tests.engine.fakes import collect
 from tests.mtp.speculating import EOS, make_models
 from tests.mtp.test_module import MtpOracleWeights
+from whalepod.ep_comm.dispatcher import Dispatcher, ModeName, OnProgress, Timeouts, ignore_progress
 from whalepod.ep_comm.group import Group
-from whalepod.ep_comm.interface import ExpertPlacement
-from whalepod.ep_comm.parallel import Dispatcher, ModeName, Note, Patience, note_nothing
-from whalepod.ep_comm.traffic import GroupHeap, Traffic
+from whalepod.ep_comm.routed_experts import ExpertPlacement
+from whalepod.ep_comm.symmetric_heap import GroupConfig, SymmetricHeap
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup
 from whalepod.kernels.cpu import CpuKernels
@@ -136,21 +136,21 @@ def new_core(
     return EngineCore(scheduler, runner, info, depth=depth)
 
 
-def group_heap(num_ranks: int, settings: Settings) -> GroupHeap:
+def group_heap(num_ranks: int, settings: Settings) -> SymmetricHeap:
     config = shape_of(settings.is_guessing).config
     assert config.gate is not None
-    traffic = Traffic(
+    config_of_group = GroupConfig(
         num_ranks=num_ranks,
         ranks_per_node=num_ranks,
         num_experts=config.gate.num_experts,
-        num_choices=config.gate.num_experts_per_token,
+        top_k=config.gate.num_experts_per_token,
         hidden=config.hidden_size,
         decode_tokens=settings.decode_tokens,
         max_tokens=settings.chunk,
         dtype="float32",
         is_exact=True,
     )
-    return GroupHeap(traffic, record_bytes(num_ranks))
+    return SymmetricHeap(config_of_group, record_bytes(num_ranks))
 
 
 class ModeLog(Dispatcher):
@@ -210,11 +210,11 @@ class Rank:
 
 def new_rank(
     transport: Transport,
-    heap: GroupHeap,
+    heap: SymmetricHeap,
     store: MembershipStore,
     settings: Settings,
     *,
-    note: Note = note_nothing,
+    note: OnProgress = ignore_progress,
     described: Mapping[str, str] | None = None,
 ) -> Rank:
     """Build a rank and let it join."""
@@ -224,17 +224,16 @@ def new_rank(
     dispatcher = ModeLog(
         group,
         kernels,
-        heap.modes(group, poison_unused=True),
-        num_experts=heap.traffic.num_experts,
-        patience=Patience(TIMEOUT_MS),
-        note=note,
+        heap.exchanges(group, poison_unused=True),
+        timeouts=Timeouts(TIMEOUT_MS),
+        on_progress=note,
     )
     core = new_core(settings, dispatcher, None)
     max_drafts = MAX_DRAFTS if settings.new_depth else 0
     member = GroupMember(
         heap,
         dispatcher,
-        Lockstep(max_low_latency_tokens=heap.traffic.decode_tokens, new_depth=settings.new_depth),
+        Lockstep(max_low_latency_tokens=heap.config.decode_tokens, new_depth=settings.new_depth),
         watch,
         described or {"settings": "alike"},
         timeout_ms=TIMEOUT_MS,
@@ -262,7 +261,7 @@ def run_group(
     script: Script,
     *,
     seed: int | None = None,
-    notes: Mapping[int, Note] | None = None,
+    notes: Mapping[int, OnProgress] | None = None,
     max_turns: int = 4000,
     dead: Collection[int] = (),
 ) -> list[Rank | Exception]:
@@ -278,7 +277,7 @@ def run_group(
     is_done = [False] * num_ranks
 
     def program(transport: Transport) -> Rank:
-        note = (notes or {}).get(transport.rank, note_nothing)
+        note = (notes or {}).get(transport.rank, ignore_progress)
         rank = new_rank(transport, heap, store, settings, note=note)
         if transport.rank in dead:
             rank.dispatcher.abort = lambda: None  # type: ignore[method-assign]

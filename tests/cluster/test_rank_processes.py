@@ -166,7 +166,7 @@ def test_ranks_answer_with_the_bits_of_one_engine_and_then_sleep(
 
 
 @pytest.mark.parametrize(
-    ("is_exact", "bulk"), [(True, "LowLatency"), (False, "Throughput")], ids=["exact", "fast"]
+    ("is_exact", "bulk"), [(True, "packed"), (False, "per_token")], ids=["exact", "fast"]
 )
 def test_a_dispatch_sends_exactly_the_bytes_that_the_layout_predicts(
     nano: str, sockets: Path, is_exact: bool, bulk: str
@@ -184,7 +184,7 @@ def test_a_dispatch_sends_exactly_the_bytes_that_the_layout_predicts(
         by_rank = asyncio.run(scenario(group))
     assert len(by_rank[0]) == len(by_rank[1]), "all ranks dispatch in the same layers"
     for sent in by_rank:
-        assert {one.mode for one in sent} == {"LowLatency", bulk}
+        assert {one.mode for one in sent} == {"packed", bulk}
         assert [one.sent for one in sent] == [one.predicted for one in sent]
         for rank in range(NUM_RANKS):
             assert sum(one.sent[rank] for one in sent) > 0, f"nothing went to rank {rank}"

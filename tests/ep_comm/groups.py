@@ -10,9 +10,9 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from tests.ep_comm.faulty import FaultPlan, FaultyTransport
 from tests.equality import assert_same_bits
 from whalepod.ep_comm.heap import HeapLayout
-from whalepod.ep_comm.transport.faulty import FaultPlan, FaultyTransport
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
 

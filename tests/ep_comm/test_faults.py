@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ep_comm import test_low_latency as low_latency_case, test_throughput as throughput_case
+from tests.ep_comm import test_by_expert as expert_case, test_by_token as token_case
+from tests.ep_comm.faulty import FaultPlan, FaultyTransport, RankDropped
 from tests.ep_comm.groups import Inputs, run_faulty, run_loopback
 from tests.equality import assert_same_bits
-from whalepod.ep_comm import exchange
-from whalepod.ep_comm.exchange import Exchange, ExchangeRegions
+from whalepod.ep_comm import all_gather, config as configs
+from whalepod.ep_comm.all_gather import AllGather, GatherRegions
+from whalepod.ep_comm.config import ExchangeConfig
+from whalepod.ep_comm.expert_exchange import ExpertExchange
 from whalepod.ep_comm.group import Arrivals, CallStatus, Expected, Group, signal_value
 from whalepod.ep_comm.heap import HeapLayout
-from whalepod.ep_comm.modes import throughput_config
-from whalepod.ep_comm.modes.low_latency import LowLatency
-from whalepod.ep_comm.modes.low_latency_config import LowLatencyConfig
-from whalepod.ep_comm.modes.throughput import Throughput
-from whalepod.ep_comm.transport.faulty import FaultPlan, FaultyTransport, RankDropped
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup
 
@@ -34,7 +32,7 @@ def reliable(transport: Transport) -> Transport:
     return transport._inner if isinstance(transport, FaultyTransport) else transport
 
 
-def synchronise(group: Group, gather: Exchange, timeout_ms: float = GATHER_MS) -> set[int]:
+def synchronise(group: Group, gather: AllGather, timeout_ms: float = GATHER_MS) -> set[int]:
     """Do what the gather of a step does; return the ranks that came.
 
     The second time nobody waits for a dead rank any more, so that all go on at one moment.
@@ -76,49 +74,49 @@ def check_rounds(results: list[Rounds | Exception], dead: int, *, is_one_node: b
             assert any(dead in status.missing for status in statuses), statuses
 
 
-def sum_without(inputs: Inputs, config: LowLatencyConfig, missing: tuple[int, ...]) -> Tensor:
+def sum_without(inputs: Inputs, config: ExchangeConfig, missing: tuple[int, ...]) -> Tensor:
     """Return the sum over the experts of the ranks that are not missing."""
     is_gone_TK = torch.isin(inputs.ids_TK // config.num_local, torch.tensor(missing))
     kept_TK = inputs.ids_TK.masked_fill((inputs.ids_TK >= 0) & is_gone_TK, -1)
-    return low_latency_case.expected_sum(replace(inputs, ids_TK=kept_TK), config)
+    return expert_case.expected_sum(replace(inputs, ids_TK=kept_TK), config)
 
 
-def low_latency_rounds(
+def expert_rounds(
     transport: Transport,
-    program: low_latency_case.Round,
-    gather_regions: ExchangeRegions,
+    program: expert_case.Round,
+    gather_regions: GatherRegions,
 ) -> list[CallStatus]:
     config, rank = program.config, transport.rank
     group = Group(transport)
-    mode = LowLatency(group, config, program.regions, poison_unused=True)
+    mode = ExpertExchange(group, config, program.regions, poison_unused=True)
     control = Group(reliable(transport))
-    gather = Exchange(control, gather_regions, "gather")
+    gather = AllGather(control, gather_regions, "gather")
     statuses = []
     for seed in range(NUM_ROUNDS):
         mine = program.inputs(seed)[rank]
-        result = mode.dispatch(mine.x_TH, mine.ids_TK, TIMEOUT_MS)
+        result = mode.dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK, TIMEOUT_MS)
         statuses.append(result.status)
-        if result.status.late:
-            mode.abandon(result.handle)
-        else:
-            y = low_latency_case.scale_by_expert(result, config, rank)
-            y_TH, status = mode.combine(y, result.handle, mine.weights_TK, COMBINE_MS)
+        if not result.status.late:
+            y = expert_case.scale_by_expert(result, config, rank)
+            y_TH, status = mode.combine(y, result.handle, COMBINE_MS)
             statuses.append(status)
             assert_same_bits(sum_without(mine, config, status.missing), y_TH)
+        mode.abort()
         transport.quiet()
         group.mask(set(range(group.num_ranks)) - synchronise(control, gather))
+        mode.resume(100 * (seed + 1))
     return statuses
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_low_latency_survivors_name_a_rank_wherever_it_dies(dead: int) -> None:
-    config = low_latency_case.make_config(3, num_experts=12)
-    heap, regions = low_latency_case.make_heap(config)
-    gather_regions = exchange.carve(heap, 8, "gather")
-    program = low_latency_case.Round(config, regions, ())
+def test_by_expert_survivors_name_a_rank_wherever_it_dies(dead: int) -> None:
+    config = expert_case.make_config(3, num_experts=12)
+    heap, regions = expert_case.make_heap(config)
+    gather_regions = all_gather.reserve(heap, 8, "gather")
+    program = expert_case.Round(config, regions, ())
 
     def run(transport: Transport) -> list[CallStatus]:
-        return low_latency_rounds(transport, program, gather_regions)
+        return expert_rounds(transport, program, gather_regions)
 
     alive = 0
     for num_operations in range(0, 200, 5):
@@ -135,24 +133,24 @@ def test_low_latency_survivors_name_a_rank_wherever_it_dies(dead: int) -> None:
     assert alive > 8, "the rank should have died at many places"
 
 
-def throughput_rounds(
+def token_rounds(
     transport: Transport,
-    program: throughput_case.Round,
-    gather_regions: ExchangeRegions,
+    program: token_case.Round,
+    gather_regions: GatherRegions,
 ) -> Rounds:
     config, rank = program.config, transport.rank
     group = Group(transport)
-    mode = Throughput(group, config, program.regions)
+    mode = ExpertExchange(group, config, program.regions)
     control = Group(reliable(transport))
-    gather = Exchange(control, gather_regions, "gather")
+    gather = AllGather(control, gather_regions, "gather")
     rounds: Rounds = []
     for seed in range(NUM_ROUNDS):
         mine = program.inputs(seed)[rank]
         received = mode.dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK, TIMEOUT_MS)
         statuses = [received.status]
         if not received.status.must_stop:
-            y_NH = throughput_case.computed(received.x_NH, rank, config)
-            _, _, status = mode.combine(y_NH, received.routing, COMBINE_MS)
+            y_NH = token_case.computed(received.rows, rank, config)
+            _, status = mode.combine(y_NH, received.handle, COMBINE_MS)
             statuses.append(status)
         rounds.append(statuses)
         mode.abort()
@@ -163,15 +161,15 @@ def throughput_rounds(
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
-def test_throughput_survivors_name_a_rank_wherever_it_dies(ranks_per_node: int) -> None:
+def test_per_token_survivors_name_a_rank_wherever_it_dies(ranks_per_node: int) -> None:
     dead = 1
-    config = throughput_case.make_config(4, ranks_per_node)
-    heap, regions = throughput_case.make_heap(config)
-    gather_regions = exchange.carve(heap, 8, "gather")
-    program = throughput_case.Round(config, regions, ())
+    config = token_case.make_config(4, ranks_per_node)
+    heap, regions = token_case.make_heap(config)
+    gather_regions = all_gather.reserve(heap, 8, "gather")
+    program = token_case.Round(config, regions, ())
 
     def run(transport: Transport) -> Rounds:
-        return throughput_rounds(transport, program, gather_regions)
+        return token_rounds(transport, program, gather_regions)
 
     alive = 0
     for num_operations in range(0, 600, 41):
@@ -189,29 +187,26 @@ def test_throughput_survivors_name_a_rank_wherever_it_dies(ranks_per_node: int) 
 
 @pytest.mark.parametrize("mode_name", ["low_latency", "throughput"])
 def test_an_abort_is_heard_long_before_the_deadline(mode_name: str) -> None:
-    fast = low_latency_case.make_config(3, num_experts=12)
-    bulk = throughput_case.make_config(3, 3, num_experts=12)
-    heap, fast_regions = low_latency_case.make_heap(fast)
-    bulk_regions = throughput_config.carve(heap, bulk)
-    gather_regions = exchange.carve(heap, 8, "gather")
+    fast = expert_case.make_config(3, num_experts=12)
+    bulk = token_case.make_config(3, 3, num_experts=12)
+    heap, fast_regions = expert_case.make_heap(fast)
+    bulk_regions = configs.reserve(heap, bulk, "bulk")
+    gather_regions = all_gather.reserve(heap, 8, "gather")
 
     def program(transport: Transport) -> None:
         group = Group(transport)
-        mode: LowLatency | Throughput = LowLatency(group, fast, fast_regions)
-        if mode_name == "throughput":
-            mode = Throughput(group, bulk, bulk_regions)
-        gather = Exchange(group, gather_regions, "gather")
+        config, regions = (
+            (fast, fast_regions) if mode_name == "low_latency" else (bulk, bulk_regions)
+        )
+        mode = ExpertExchange(group, config, regions)
+        gather = AllGather(group, gather_regions, "gather")
         ids_TK, weights_TK = torch.tensor([[0, 5, 9, -1]]), torch.ones(1, 4)
         x_TH = torch.ones(1, fast.hidden)
 
         def dispatch() -> CallStatus:
-            if isinstance(mode, LowLatency):
-                result = mode.dispatch(x_TH, ids_TK, TIMEOUT_MS)
-                mode.abort()
-                return result.status
-            received = mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS)
+            result = mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS)
             mode.abort()
-            return received.status
+            return result.status
 
         if transport.rank == 1:
             mode.abort()
@@ -229,36 +224,36 @@ def test_an_abort_is_heard_long_before_the_deadline(mode_name: str) -> None:
 
 
 def test_a_rank_that_was_only_slow_is_let_in_again() -> None:
-    config = low_latency_case.make_config(2)
-    heap, regions = low_latency_case.make_heap(config)
-    gather_regions, idle = exchange.carve(heap, 8, "gather"), heap.take_signals("idle", 1)
+    config = expert_case.make_config(2)
+    heap, regions = expert_case.make_heap(config)
+    gather_regions, idle = all_gather.reserve(heap, 8, "gather"), heap.take_signals("idle", 1)
 
     def run(transport: Transport) -> None:
         group = Group(transport)
-        mode = LowLatency(group, config, regions, poison_unused=True)
-        gather = Exchange(group, gather_regions, "gather")
+        mode = ExpertExchange(group, config, regions, poison_unused=True)
+        gather = AllGather(group, gather_regions, "gather")
         x_TH, ids_TK = torch.ones(1, config.hidden), torch.tensor([[0, 15, -1, -1]])
         weights_TK = torch.ones(1, 4)
         if transport.rank == 0:
-            first = mode.dispatch(x_TH, ids_TK, TIMEOUT_MS)
+            first = mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS)
             assert first.status.late == (1,)
             assert int(first.count_E[0]) == 1, "its own rows are there"
-            mode.abandon(first.handle)
-            second = mode.dispatch(x_TH, ids_TK, TIMEOUT_MS)
+            mode.abort()
+            second = mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS)
             assert second.status.masked == (1,)
             assert transport.now_ms() == TIMEOUT_MS, "nobody waits for a suspect rank"
-            mode.abandon(second.handle)
+            mode.abort()
         else:
-            transport.signal_wait(idle.word(0), 1, 4 * TIMEOUT_MS)
-            result = mode.dispatch(x_TH, ids_TK, TIMEOUT_MS)
+            transport.signal_wait(idle.signal(0), 1, 4 * TIMEOUT_MS)
+            result = mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS)
             assert result.status.ok
-            _, status = mode.combine(result.rows, result.handle, weights_TK, COMBINE_MS)
+            _, status = mode.combine(result.rows, result.handle, COMBINE_MS)
             assert (status.aborted, status.blamed) == ((0,), (1,)), "it hears that it is late"
             assert transport.now_ms() == 4 * TIMEOUT_MS, "and waits for nobody"
         group.mask(())
         assert synchronise(group, gather) == {0, 1}
         mode.resume(10)
-        assert mode.dispatch(x_TH, ids_TK, TIMEOUT_MS).status.ok
+        assert mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS).status.ok
 
     run_loopback(heap, run)
 
@@ -268,32 +263,33 @@ def test_a_rank_finds_out_that_the_others_went_on_without_it() -> None:
     words = heap.take_signals("words", 1)
     [transport] = LoopbackGroup(1, heap.num_bytes).transports
     group = Group(transport)
-    expected = [Expected(0, words.word(0), 0)]
+    expected = [Expected(0, words.signal(0), 0)]
 
-    transport.signal_op(words.word(0), signal_value(7, 3), 0)
+    transport.signal_op(words.signal(0), signal_value(7, 3), 0)
     arrivals = Arrivals(group, "dispatch", 5)
     assert arrivals.wait(expected, 1.0) == {}
     assert str(arrivals.status()) == "dispatch of epoch 5: overtaken: ranks [0]"
 
     arrivals = Arrivals(group, "dispatch", 7)
     assert arrivals.wait(expected, 1.0) == {0: 3}
-    transport.signal_op(words.word(0), signal_value(9, 0), 0)
+    transport.signal_op(words.signal(0), signal_value(9, 0), 0)
     arrivals.check_unchanged()
     assert arrivals.status().overtaken == (0,), "what was read may be torn"
 
 
 def test_waiting_times_point_at_the_slow_rank() -> None:
-    config = low_latency_case.make_config(3, num_experts=12)
-    heap, regions = low_latency_case.make_heap(config)
+    config = expert_case.make_config(3, num_experts=12)
+    heap, regions = expert_case.make_heap(config)
     idle = heap.take_signals("idle", 1)
 
     def run(transport: Transport) -> list[float]:
         group = Group(transport)
-        mode = LowLatency(group, config, regions)
+        mode = ExpertExchange(group, config, regions)
         if transport.rank == 1:
-            transport.signal_wait(idle.word(0), 1, 70.0)
+            transport.signal_wait(idle.signal(0), 1, 70.0)
         x_TH, ids_TK = torch.ones(0, config.hidden), torch.zeros(0, 4, dtype=torch.int64)
-        assert mode.dispatch(x_TH, ids_TK, TIMEOUT_MS).status.ok
+        weights_TK = torch.ones(0, 4)
+        assert mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS).status.ok
         waited_ms: list[float] = group.wait_ms_R.tolist()
         return waited_ms
 
@@ -301,8 +297,8 @@ def test_waiting_times_point_at_the_slow_rank() -> None:
 
 
 def test_the_faulty_transport_counts_what_no_quiet_completed() -> None:
-    config = low_latency_case.make_config(2)
-    heap, _ = low_latency_case.make_heap(config)
+    config = expert_case.make_config(2)
+    heap, _ = expert_case.make_heap(config)
 
     def run(transport: Transport) -> None:
         assert isinstance(transport, FaultyTransport)

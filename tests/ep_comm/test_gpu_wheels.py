@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.ep_comm import fake_cuda, test_low_latency as low_latency_case
+from tests.ep_comm import fake_cuda, test_by_expert as expert_case
 from tests.ep_comm.transports import run_threads
+from whalepod.ep_comm.gpu import cuda_ipc, nvshmem
 from whalepod.ep_comm.heap import HeapLayout
-from whalepod.ep_comm.transport import cuda_ipc, nvshmem
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.shm import create_heaps
 
@@ -123,11 +123,11 @@ def test_a_missing_driver_and_a_full_heap_are_named(tmp_path: Path) -> None:
 def test_a_fence_that_is_forgotten_on_nvshmem_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = low_latency_case.make_config(2)
-    heap, regions = low_latency_case.make_heap(config)
-    program = low_latency_case.Round(config, regions, tuple(range(8)))
+    config = expert_case.make_config(2)
+    heap, regions = expert_case.make_heap(config)
+    program = expert_case.Round(config, regions, tuple(range(8)))
     monkeypatch.setattr(nvshmem.NvshmemTransport, "fence", lambda self, rank: None)
-    monkeypatch.setattr(low_latency_case, "TIMEOUT_MS", 2000.0)
+    monkeypatch.setattr(expert_case, "TIMEOUT_MS", 2000.0)
     with pytest.raises(AssertionError):
         run_threads("nvshmem", heap, program, tmp_path)
 

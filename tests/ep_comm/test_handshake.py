@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.ep_comm.groups import run_faulty, run_loopback
-from tests.ep_comm.test_low_latency import make_config
+from tests.ep_comm.test_by_expert import make_config
 from whalepod.ep_comm import handshake
+from whalepod.ep_comm.config import reserve
 from whalepod.ep_comm.group import CallFailed, Group
 from whalepod.ep_comm.handshake import HandshakeError, describe, shake_hands
 from whalepod.ep_comm.heap import HeapLayout
-from whalepod.ep_comm.modes.low_latency_config import carve
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
 
@@ -21,16 +21,16 @@ CONFIG = make_config(4)
 
 def shake(transport: Transport, max_tokens: int) -> None:
     heap = HeapLayout(4)
-    regions = handshake.carve(heap)
+    regions = handshake.reserve(heap)
     config = replace(CONFIG, max_tokens=max_tokens)
-    carve(heap, config)
+    reserve(heap, config, "exchange")
     described = describe(low_latency=config, heap=heap.digest())
     shake_hands(Group(transport), regions, described, timeout_ms=100.0)
 
 
 def largest_heap() -> HeapLayout:
     heap = HeapLayout(4)
-    handshake.carve(heap)
+    handshake.reserve(heap)
     return heap
 
 
@@ -55,12 +55,12 @@ def test_a_field_that_only_some_versions_have_is_named() -> None:
     def program(transport: Transport) -> None:
         extra = {"new_field": 1} if transport.rank == 0 else {}
         heap = HeapLayout(2)
-        regions = handshake.carve(heap)
+        regions = handshake.reserve(heap)
         with pytest.raises(HandshakeError, match=r"new_field: 1 on ranks \[0\]; \(absent\)"):
             shake_hands(Group(transport), regions, describe(**extra), timeout_ms=100.0)
 
     heap = HeapLayout(2)
-    handshake.carve(heap)
+    handshake.reserve(heap)
     run_loopback(heap, program)
 
 

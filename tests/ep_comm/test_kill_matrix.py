@@ -18,19 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ep_comm import test_low_latency as fast_case, test_throughput as bulk_case
+from tests.ep_comm import test_by_expert as fast_case, test_by_token as bulk_case
 from tests.ep_comm.groups import Inputs, make_inputs, run_loopback
 from tests.ep_comm.test_faults import reliable, sum_without
 from tests.ep_comm.transports import OPENERS, Place, close_place, make_place
 from tests.equality import assert_same_bits
-from whalepod.ep_comm import exchange
-from whalepod.ep_comm.exchange import Exchange
+from whalepod.ep_comm import all_gather, config
+from whalepod.ep_comm.all_gather import AllGather
+from whalepod.ep_comm.expert_exchange import ExpertExchange
 from whalepod.ep_comm.group import CallStatus, Group
-from whalepod.ep_comm.modes import throughput_config
-from whalepod.ep_comm.modes.low_latency import LowLatency
-from whalepod.ep_comm.modes.throughput import Throughput
 from whalepod.ep_comm.row_kernels.compiled import CompiledRows
-from whalepod.ep_comm.row_kernels.interface import TokenRows
+from whalepod.ep_comm.row_kernels.interface import SendRows
 from whalepod.ep_comm.rows import RowFormat
 from whalepod.ep_comm.transport.gloo import GlooTransport
 from whalepod.ep_comm.transport.interface import Transport
@@ -50,8 +48,8 @@ between two of them."""
 FAST = fast_case.make_config(NUM_RANKS, num_experts=12)
 HEAP, FAST_REGIONS = fast_case.make_heap(FAST)
 BULK = bulk_case.make_config(NUM_RANKS, NUM_RANKS, num_experts=12)
-BULK_REGIONS = throughput_config.carve(HEAP, BULK)
-GATHER_REGIONS = exchange.carve(HEAP, 8, "gather")
+BULK_REGIONS = config.reserve(HEAP, BULK, "bulk")
+GATHER_REGIONS = all_gather.reserve(HEAP, 8, "gather")
 
 Die: TypeAlias = Callable[[int, str], None]
 """(step, point): called at each point; it may not return."""
@@ -140,50 +138,50 @@ class DyingRows(CompiledRows):
     def pack(
         self,
         row_format: RowFormat,
-        tokens: TokenRows,
+        rows: SendRows,
         is_for_TD: Tensor,
         blocks: list[Tensor | None],  # type: ignore[override]
         first_token: int = 0,
     ) -> list[int]:
-        counts = super().pack(row_format, tokens, is_for_TD, blocks, first_token)
+        counts = super().pack(row_format, rows, is_for_TD, blocks, first_token)
         self.after_pack()
         return counts
 
 
 class FastSteps:
-    """Steps in the low-latency mode.
+    """Steps by expert.
 
     rows  given: phases are not one call where heaps are mapped
     """
 
     def __init__(self, group: Group, patience_ms: float, rows: DyingRows | None = None) -> None:
         self._rows = rows or DyingRows()
-        self.mode = LowLatency(group, FAST, FAST_REGIONS, row_kernels=rows, poison_unused=True)
+        self.mode = ExpertExchange(group, FAST, FAST_REGIONS, row_kernels=rows, poison_unused=True)
         self._rank, self._patience_ms = group.rank, patience_ms
 
     def run(self, seed: int, die: Callable[[str], None]) -> list[CallStatus]:
         mine = make_inputs(seed, *_sizes(FAST.hidden), FAST.max_tokens)[self._rank]
         self._rows.after_pack = lambda: die("while_sending")
         die("before_send")
-        flight = self.mode.send_dispatch(mine.x_TH, mine.ids_TK)
+        flight = self.mode.send_dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK)
         die("between_send_and_hook")
         result = flight.receive(self._patience_ms)
         if result.status.must_stop:
-            self.mode.abandon(result.handle)
+            self.mode.abort()
             return [result.status]
         die("in_combine")
         y = fast_case.scale_by_expert(result, FAST, self._rank)
-        y_TH, status = self.mode.combine(y, result.handle, mine.weights_TK, 2 * self._patience_ms)
+        y_TH, status = self.mode.combine(y, result.handle, 2 * self._patience_ms)
         assert_same_bits(sum_without(mine, FAST, status.missing), y_TH)
         return [result.status, status]
 
 
 class BulkSteps:
-    """Steps in the throughput mode."""
+    """Steps per token."""
 
     def __init__(self, group: Group, patience_ms: float) -> None:
         self._rows = DyingRows()
-        self.mode = Throughput(group, BULK, BULK_REGIONS, row_kernels=self._rows)
+        self.mode = ExpertExchange(group, BULK, BULK_REGIONS, row_kernels=self._rows)
         self._rank, self._patience_ms = group.rank, patience_ms
 
     def run(self, seed: int, die: Callable[[str], None]) -> list[CallStatus]:
@@ -195,8 +193,8 @@ class BulkSteps:
             self.mode.abort()
             return [received.status]
         die("in_combine")
-        y_NH = bulk_case.computed(received.x_NH, self._rank, BULK)
-        y_TH, _, status = self.mode.combine(y_NH, received.routing, 2 * self._patience_ms)
+        y_NH = bulk_case.computed(received.rows, self._rank, BULK)
+        y_TH, status = self.mode.combine(y_NH, received.handle, 2 * self._patience_ms)
         if status.must_stop:
             self.mode.abort()
         else:
@@ -210,18 +208,18 @@ class BulkSteps:
 
 
 def _sizes(hidden: int) -> tuple[int, int, int, int]:
-    return NUM_RANKS, FAST.num_experts, FAST.num_choices, hidden
+    return NUM_RANKS, FAST.num_experts, FAST.top_k, hidden
 
 
 def bulk_sum_without(mine: Inputs, missing: tuple[int, ...]) -> Tensor:
     """Return the sum over what the ranks that are not missing make of the rows."""
     is_gone_TK = torch.isin(mine.ids_TK // BULK.num_local, torch.tensor(missing))
     kept_TK = mine.ids_TK.masked_fill((mine.ids_TK >= 0) & is_gone_TK, -1)
-    return bulk_case.expected_sum(replace(mine, ids_TK=kept_TK), BULK, [])
+    return bulk_case.expected_sum(replace(mine, ids_TK=kept_TK), BULK)
 
 
 class Ranks:
-    """What one rank needs for its steps: a mode, and an exchange in which all agree who stays."""
+    """What one rank needs for its steps: an exchange, and a gather in which all agree who stays."""
 
     def __init__(self, place: Place, name: str, rank: int, mode: str, patience_ms: float) -> None:
         self.transport: Transport = OPENERS[name](place, rank)
@@ -235,7 +233,7 @@ class Ranks:
             rows = DyingRows() if mode == PLAIN else None
             self.steps = FastSteps(self.group, patience_ms, rows)
         self._control = Group(reliable(self.transport))
-        self._gather = Exchange(self._control, GATHER_REGIONS, "gather")
+        self._gather = AllGather(self._control, GATHER_REGIONS, "gather")
         self._gather_ms = 4 * patience_ms
 
     def agree(self, step: int, *, has_failed: bool) -> None:

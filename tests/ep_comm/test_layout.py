@@ -19,20 +19,13 @@ def test_the_worked_example_is_counted(rank: int) -> None:
     assert counted.is_token_in_rank_TR.int().tolist() == example.IS_TOKEN_IN_RANK[rank]
 
 
-def test_the_worked_examples_prefix_matrix_sums_over_sources() -> None:
-    counts_RR = torch.tensor(example.TOKENS_PER_RANK)
-    assert layout.rank_prefix_matrix(counts_RR).tolist() == example.RANK_PREFIX
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_worked_examples_rows_are_spread_over_experts(rank: int) -> None:
-    local_NK = torch.tensor(example.THROUGHPUT_IDS[rank])
-    sources = torch.tensor([source for source, _ in example.THROUGHPUT_ROWS[rank]])
-    spread = layout.expert_rows(local_NK, example.NUM_LOCAL, alignment=4)
+    local_NK = torch.tensor(example.IDS_PER_TOKEN[rank])
+    sources = torch.tensor([source for source, _ in example.ROWS_PER_TOKEN[rank]])
+    spread = layout.expert_rows(local_NK, example.NUM_LOCAL)
     assert spread.count_E.tolist() == example.EXPERT_COUNTS[rank]
-    aligned = layout.align_up(spread.count_E, 4)
-    assert aligned.tolist() == example.EXPERT_COUNTS_ALIGNED_TO_4[rank]
-    assert spread.first_row_E.tolist() == example.EXPANDED_FIRST_ROWS_ALIGNED_TO_4[rank]
+    assert spread.first_row_E.tolist() == example.FIRST_ROWS[rank]
     begin_ER, count_ER = layout.source_ranges(
         local_NK, sources, example.NUM_LOCAL, example.NUM_RANKS
     )
@@ -55,7 +48,7 @@ def test_layouts_agree_with_plain_loops(seed: int, num_ranks: int, skew: bool) -
         present = [t for t, token in enumerate(owners) if rank in token]
         assert slots_TR[present, rank].tolist() == list(range(len(present)))
         local_NK = layout.local_ids(inputs.ids_TK[present], rank * per_rank, per_rank)
-        spread = layout.expert_rows(local_NK, per_rank, rows_per_expert=20)
+        spread = layout.expert_rows(local_NK, per_rank, 20)
         for expert in range(per_rank):
             chosen = [n for n, row in enumerate(local_NK.tolist()) if expert in row]
             rows = spread.row_of_NK[local_NK == expert].tolist()

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from tests.ep_comm import test_low_latency as low_latency_case
+from tests.ep_comm import test_by_expert as expert_case
 from tests.ep_comm.groups import TIMEOUT_MS, make_inputs, num_examples, run_loopback
 from tests.equality import assert_same_bits
+from whalepod.ep_comm.expert_exchange import ExpertExchange
 from whalepod.ep_comm.group import Group
-from whalepod.ep_comm.modes.low_latency import LowLatency
 from whalepod.ep_comm.row_kernels.compiled import CompiledRows
 from whalepod.ep_comm.row_kernels.interface import (
-    ArrivedRows,
-    ExpertOutput,
     Experts,
     RowKernels,
-    Spread,
-    TokenRows,
+    SendRows,
+    SpreadRows,
+    UnpackedRows,
 )
 from whalepod.ep_comm.row_kernels.plain import PlainRows
-from whalepod.ep_comm.rows import RowFormat, exponent_bytes, raw
+from whalepod.ep_comm.rows import RowFormat, raw
 from whalepod.ep_comm.transport.interface import Transport
 
 R, E, K, M = 4, 16, 3, 9
@@ -35,7 +34,7 @@ FORMATS = [
     RowFormat(hidden=24, dtype="float32", num_ids=K),
     RowFormat(hidden=24, dtype="bfloat16", num_ids=K, num_weights=K),
     RowFormat(hidden=256, dtype="float8", num_ids=K),
-    RowFormat(hidden=512, dtype="float8", num_ids=K, num_weights=K, ue8m0=True),
+    RowFormat(hidden=512, dtype="float8", num_ids=K, num_weights=K),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -48,13 +47,12 @@ def same(found: list[Tensor]) -> None:
     assert_same_bits(expected, actual)
 
 
-def make_tokens(seed: int, row_format: RowFormat, rank: int = 0) -> TokenRows:
+def make_tokens(seed: int, row_format: RowFormat, rank: int = 0) -> SendRows:
     inputs = make_inputs(seed, R, E, K, row_format.hidden, M)[rank]
     values_TH, scales_TG = inputs.x_TH.to(row_format.torch_dtype), None
     if row_format.num_scales:
-        values_TH, scales_TG = PlainRows().quantize(inputs.x_TH, round_scale=True)
-        scales_TG = exponent_bytes(scales_TG) if row_format.ue8m0 else scales_TG
-    return TokenRows(
+        values_TH, scales_TG = PlainRows().quantize(inputs.x_TH)
+    return SendRows(
         values_TH=values_TH,
         scales_TG=scales_TG,
         ids_TK=inputs.ids_TK,
@@ -92,28 +90,27 @@ def test_records_are_written_alike(row_format: RowFormat, seed: int, first: int)
 
 
 @pytest.mark.parametrize("per_expert", [True, False], ids=["per_expert", "packed"])
-@pytest.mark.parametrize("column_major", [True, False], ids=["columns", "rows"])
 @pytest.mark.parametrize("row_format", FORMATS, ids=lambda f: f"{f.dtype}-{f.hidden}")
 @settings(max_examples=num_examples(quick=5))
 @given(seed=seeds)
 def test_records_are_spread_over_experts_alike(
-    row_format: RowFormat, column_major: bool, per_expert: bool, seed: int
+    row_format: RowFormat, per_expert: bool, seed: int
 ) -> None:
     records, counts = make_records(seed, row_format)
-    num_blocks, num_rows = (NUM_LOCAL, R * M) if per_expert else (1, R * M * K)
-    columns = row_format.num_scales // (4 if row_format.ue8m0 else 1)
-    dtype = torch.int32 if row_format.ue8m0 else torch.float32
-    spreads: list[Spread] = []
-    outputs: list[ExpertOutput] = []
+    num_rows = R * M * (NUM_LOCAL if per_expert else K)
+    outputs = []
     for kernels in KERNELS:
-        scales = torch.zeros(num_blocks, num_rows, columns, dtype=dtype)
-        if column_major:
-            scales = torch.zeros(num_blocks, columns, num_rows, dtype=dtype).transpose(1, 2)
-        size = num_blocks * num_rows
-        output = ExpertOutput(
-            rows_SH=torch.zeros(size, row_format.hidden).to(row_format.torch_dtype),
-            info_S=torch.full((size,), -1, dtype=torch.int32),
-            scales_BSG=scales,
+        out = SpreadRows(
+            rows_SH=torch.zeros(num_rows, row_format.hidden).to(row_format.torch_dtype),
+            info_S=torch.full((num_rows,), -1, dtype=torch.int32),
+            scales_SG=torch.zeros(num_rows, row_format.num_scales),
+            row_of_NK=torch.full((R * M, K), -7),
+            expert_S=torch.full((num_rows,), -7),
+            count_E=torch.full((NUM_LOCAL,), -7, dtype=torch.int32),
+            first_row_E=torch.full((NUM_LOCAL,), -7),
+            ranges_ER=torch.full((NUM_LOCAL, R), -7),
+            count_R=torch.full((R,), -7),
+            num_rows=torch.full((1,), -7),
         )
         experts = Experts(
             first=NUM_LOCAL,
@@ -121,12 +118,10 @@ def test_records_are_spread_over_experts_alike(
             num_ranks=R,
             rows_per_expert=R * M if per_expert else 0,
         )
-        spreads.append(kernels.spread(row_format, records, counts, experts, output))
-        outputs.append(output)
-    for field in fields(Spread):
-        same([getattr(spread, field.name) for spread in spreads])
-    for name in asdict(outputs[0]):
-        same([raw(getattr(output, name)) for output in outputs])
+        kernels.spread(row_format, records, counts, experts, out)
+        outputs.append(out)
+    for field in fields(SpreadRows):
+        same([raw(getattr(out, field.name)) for out in outputs])
 
 
 @pytest.mark.parametrize(
@@ -141,12 +136,12 @@ def test_records_are_unpacked_alike(row_format: RowFormat, seed: int) -> None:
     found: list[list[Tensor]] = []
     for kernels in KERNELS:
         num_rows = sum(counts.values()) + 2
-        arrived = ArrivedRows(
+        arrived = UnpackedRows(
             x_NH=torch.zeros(num_rows, row_format.hidden, dtype=row_format.torch_dtype),
             scales_NG=torch.zeros(num_rows, row_format.num_scales),
             ids_NK=torch.full((num_rows, K), -1),
             weights_NK=torch.zeros(num_rows, K),
-            token_N=torch.full((num_rows,), -1),
+            info_N=torch.full((num_rows,), -1, dtype=torch.int32),
             count_E=torch.zeros(NUM_LOCAL, dtype=torch.int64),
         )
         first = 1
@@ -154,7 +149,7 @@ def test_records_are_unpacked_alike(row_format: RowFormat, seed: int) -> None:
             kernels.unpack(row_format, records[rank, :count], NUM_LOCAL, arrived, first)
             first += count
         assert int(arrived.count_E.sum()) == int((arrived.ids_NK >= 0).sum())
-        assert arrived.token_N[[0, -1]].tolist() == [-1, -1]
+        assert arrived.info_N[[0, -1]].tolist() == [-1, -1]
         found.append([raw(getattr(arrived, field.name)) for field in fields(arrived)])
     for expected, actual in zip(*found, strict=True):
         assert_same_bits(expected, actual)
@@ -176,25 +171,18 @@ def test_rows_are_collected_and_summed_alike(
     generator = torch.Generator().manual_seed(seed)
     rows_SH = random_rows(seed, 20, source)
     row_of_nK = torch.randint(-1, 20, (6, K), generator=generator)
-    weights_nK = torch.randn(6, K, generator=generator)
-    records_nK = torch.randn(20, K + 2, generator=generator)[:, : K + 1]
-    collected, summed, added = [], [], []
+    collected, added = [], []
     for kernels in KERNELS:
         out_SH = torch.zeros(6 * K, 40, dtype=target)[:, :33]
         count = kernels.collect(rows_SH, row_of_nK, out_SH)
         assert count == int((row_of_nK >= 0).sum())
         collected.append(out_SH)
-        out_nH = torch.zeros(6, 40, dtype=target)[:, :33]
-        kernels.weighted_sums(rows_SH, row_of_nK, weights_nK, out_nH)
-        summed.append(out_nH)
         sums_TH = torch.ones(25, 33)
         is_for_T = torch.ones(25, dtype=torch.bool)
         is_for_T[::5] = False
-        sums_TK = torch.ones(25, K)
-        kernels.add_rows(rows_SH, records_nK[:, 1:], is_for_T, sums_TH, sums_TK)
-        added.append(torch.cat([sums_TH, sums_TK], dim=1))
+        kernels.add_rows(rows_SH, is_for_T, sums_TH)
+        added.append(sums_TH)
     same(collected)
-    same(summed)
     same(added)
 
 
@@ -208,29 +196,25 @@ def test_what_comes_back_is_combined_alike(
     inputs = make_inputs(seed, R, E, K, 33, M)[0]
     returned_RSH = random_rows(seed, R * M * K, source).unflatten(0, (R, M * K))
     has_answered_R = torch.tensor([True, False, True, True])
-    per_choice, per_owner = [], []
-    for kernels in KERNELS:
-        choices = (inputs.ids_TK, NUM_LOCAL)
-        per_choice.append(
-            kernels.combine(returned_RSH, has_answered_R, *choices, inputs.weights_TK, target)
-        )
-        per_owner.append(kernels.combine_sums(returned_RSH, has_answered_R, *choices, target))
-    same(per_choice)
-    same(per_owner)
+    same(
+        [
+            kernels.combine(
+                returned_RSH, has_answered_R, inputs.ids_TK, NUM_LOCAL, inputs.weights_TK, target
+            )
+            for kernels in KERNELS
+        ]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("round_scale", [False, True])
 @settings(max_examples=num_examples(quick=10))
 @given(seed=seeds, exponent=st.integers(-30, 30))
-def test_rows_are_cast_to_fp8_alike(
-    dtype: torch.dtype, round_scale: bool, seed: int, exponent: int
-) -> None:
+def test_rows_are_cast_to_fp8_alike(dtype: torch.dtype, seed: int, exponent: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     spread = torch.exp2(torch.randint(-12, 4, (5, 256), generator=generator).float())
     x_TH = (torch.randn(5, 256, generator=generator) * spread * 2.0**exponent).to(dtype)
     x_TH[1, :128] = 0
-    values, scales = zip(*(k.quantize(x_TH, round_scale=round_scale) for k in KERNELS), strict=True)
+    values, scales = zip(*(k.quantize(x_TH) for k in KERNELS), strict=True)
     same([raw(v) for v in values])
     same(list(scales))
 
@@ -245,7 +229,7 @@ def test_every_f32_between_two_codes_is_rounded_as_torch_does() -> None:
     padded = torch.zeros(x_TH.numel() // 128 * 127)
     padded[: len(both)] = both
     x_TH.view(-1, 128)[:, 1:] = padded.view(-1, 127)
-    values_TH, scales_TG = CompiledRows().quantize(x_TH, round_scale=False)
+    values_TH, scales_TG = CompiledRows().quantize(x_TH)
     assert bool((scales_TG == 1).all())
     assert_same_bits(x_TH.to(torch.float8_e4m3fn).view(torch.uint8), values_TH.view(torch.uint8))
 
@@ -257,20 +241,20 @@ def test_bad_choices_are_refused_alike(ids: list[list[int]]) -> None:
             kernels.destinations(torch.tensor(ids), E, R)
 
 
-def test_the_low_latency_mode_runs_on_the_plain_kernels_too() -> None:
-    config = low_latency_case.make_config(2, dispatch_dtype="bfloat16", pre_reduce=True)
-    heap, regions = low_latency_case.make_heap(config)
-    program = low_latency_case.Round(config, regions, ())
+def test_an_exchange_by_expert_runs_on_the_plain_kernels_too() -> None:
+    config = expert_case.make_config(2, dispatch_dtype="bfloat16")
+    heap, regions = expert_case.make_heap(config)
+    program = expert_case.Round(config, regions, ())
 
     def run(transport: Transport) -> list[Tensor]:
         found = []
         for kernels in KERNELS:
             inputs = program.inputs(3)[transport.rank]
-            mode = LowLatency(Group(transport), config, regions, row_kernels=kernels)
+            mode = ExpertExchange(Group(transport), config, regions, row_kernels=kernels)
             mode.resume(1 + 10 * (kernels is KERNELS[1]))
             x_TH = inputs.x_TH.bfloat16()
-            result = mode.dispatch(x_TH, inputs.ids_TK, TIMEOUT_MS, inputs.weights_TK)
-            y_TH, status = mode.combine(result.rows, result.handle, inputs.weights_TK, TIMEOUT_MS)
+            result = mode.dispatch(x_TH, inputs.ids_TK, inputs.weights_TK, TIMEOUT_MS)
+            y_TH, status = mode.combine(result.rows, result.handle, TIMEOUT_MS)
             assert status.ok
             found.append(y_TH)
         return found

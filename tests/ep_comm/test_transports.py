@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.ep_comm.groups import num_examples, run_faulty, run_loopback
-from tests.ep_comm.test_low_latency import Round, make_config, make_heap
-from tests.ep_comm.test_throughput import (
+from tests.ep_comm.test_by_expert import Round, make_config, make_heap
+from tests.ep_comm.test_by_token import (
     Round as ThroughputRound,
     make_config as make_throughput_config,
     make_heap as make_throughput_heap,
@@ -25,10 +25,10 @@ from tests.ep_comm.transports import (
     run_processes,
     run_threads,
 )
+from whalepod.ep_comm.config import reserve
+from whalepod.ep_comm.expert_exchange import ExpertExchange
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.heap import HeapLayout
-from whalepod.ep_comm.modes.low_latency import LowLatency
-from whalepod.ep_comm.modes.throughput_config import carve as carve_throughput
 from whalepod.ep_comm.transport.interface import Topology, Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
 from whalepod.ep_comm.transport.shm import ShmTransport, create_heaps
@@ -47,10 +47,10 @@ def test_data_before_a_fence_is_there_when_the_signal_is(name: str, tmp_path: Pa
         for rank in ranks:
             transport.put_nbi(data.offset + 4096 * me, source, rank)
             transport.fence(rank)
-            transport.signal_op(words.word(me), 7, rank)
+            transport.signal_op(words.signal(me), 7, rank)
         deadline_ms = transport.now_ms() + REAL_TIMEOUT_MS
         for rank in ranks:
-            assert transport.signal_wait(words.word(rank), 7, deadline_ms) == (True, 7)
+            assert transport.signal_wait(words.signal(rank), 7, deadline_ms) == (True, 7)
             assert bool((data.view(transport.heap)[4096 * rank :][:4096] == rank + 1).all())
 
     RUNNERS[name](heap, program, tmp_path)
@@ -78,7 +78,7 @@ def test_a_wait_ends_at_its_deadline(name: str, tmp_path: Path) -> None:
 
     def program(transport: Transport) -> None:
         deadline_ms = transport.now_ms() + 20.0
-        assert transport.signal_wait(words.word(0), 1, deadline_ms) == (False, 0)
+        assert transport.signal_wait(words.signal(0), 1, deadline_ms) == (False, 0)
         assert transport.now_ms() >= deadline_ms
 
     RUNNERS[name](heap, program, tmp_path)
@@ -90,7 +90,7 @@ def test_the_loopback_clock_is_virtual() -> None:
     start = time.monotonic()
 
     def program(transport: Transport) -> float:
-        transport.signal_wait(words.word(0), 1, transport.now_ms() + 3.6e6 * transport.rank)
+        transport.signal_wait(words.signal(0), 1, transport.now_ms() + 3.6e6 * transport.rank)
         return transport.now_ms()
 
     assert run_loopback(heap, program)[1] == 3.6e6
@@ -106,9 +106,9 @@ def test_a_loopback_run_is_the_same_every_time_and_a_seed_changes_its_order() ->
 
         def program(transport: Transport) -> None:
             for rank in range(8):
-                transport.signal_op(words.word(transport.rank), 1, rank)
+                transport.signal_op(words.signal(transport.rank), 1, rank)
             for rank in range(8):
-                transport.signal_wait(words.word(rank), 1, 1.0)
+                transport.signal_wait(words.signal(rank), 1, 1.0)
             finished.append(transport.rank)
 
         run_loopback(heap, program, seed=seed)
@@ -125,11 +125,11 @@ def test_signals_overtake_data_that_no_fence_orders() -> None:
     def program(transport: Transport) -> bool:
         if transport.rank == 0:
             transport.put_nbi(data.offset, torch.ones(4096, dtype=torch.uint8), 1)
-            transport.signal_op(words.word(0), 1, 1)
-            transport.signal_wait(words.word(0), 1, 1.0)  # the other rank's turn
+            transport.signal_op(words.signal(0), 1, 1)
+            transport.signal_wait(words.signal(0), 1, 1.0)  # the other rank's turn
             transport.quiet()
             return False
-        assert transport.signal_wait(words.word(0), 1, 1000.0).arrived
+        assert transport.signal_wait(words.signal(0), 1, 1000.0).arrived
         return bool((data.view(transport.heap) != 1).any())
 
     overtaken = [results_of(run_faulty(heap, program, seed=seed))[1] for seed in range(5)]
@@ -164,7 +164,7 @@ def test_both_modes_between_processes(name: str, num_ranks: int, tmp_path: Path)
     config = make_config(num_ranks)
     heap, regions = make_heap(config)
     throughput = make_throughput_config(num_ranks, num_ranks)
-    throughput_regions = carve_throughput(heap, throughput)
+    throughput_regions = reserve(heap, throughput, "bulk")
     before = set(os.listdir("/dev/shm"))
 
     def program(transport: Transport) -> None:
@@ -181,8 +181,9 @@ def killed_process(descriptors: list[int]) -> None:
     torch.set_num_threads(1)
     config = make_config(2)
     _, regions = make_heap(config)
-    mode = LowLatency(Group(ShmTransport(1, descriptors)), config, regions)
-    mode.send_dispatch(torch.ones(1, config.hidden), torch.tensor([[0, 15, -1, -1]]))
+    mode = ExpertExchange(Group(ShmTransport(1, descriptors)), config, regions)
+    ids_TK = torch.tensor([[0, 15, -1, -1]])
+    mode.send_dispatch(torch.ones(1, config.hidden), ids_TK, torch.ones(1, 4))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -198,13 +199,14 @@ def test_a_killed_process_is_named_at_the_deadline_and_its_rows_are_whole() -> N
     process.join(timeout=60)
     assert process.exitcode == -signal.SIGKILL
     transport = ShmTransport(0, descriptors)
-    mode = LowLatency(Group(transport), config, regions)
+    mode = ExpertExchange(Group(transport), config, regions)
     ids_TK = torch.tensor([[0, 15, -1, -1]])
-    result = mode.dispatch(torch.zeros(1, config.hidden), ids_TK, REAL_TIMEOUT_MS)
+    weights_TK = torch.ones(1, 4)
+    result = mode.dispatch(torch.zeros(1, config.hidden), ids_TK, weights_TK, REAL_TIMEOUT_MS)
     assert result.status.ok, "it had sent its rows"
     assert bool((result.rows[0, 1] == 1).all())
     start_ms = transport.now_ms()
-    _, status = mode.combine(result.rows, result.handle, torch.ones(1, 4), 50.0)
+    _, status = mode.combine(result.rows, result.handle, 50.0)
     assert status.late == (1,)
     assert 50.0 <= transport.now_ms() - start_ms < REAL_TIMEOUT_MS
     transport.close()

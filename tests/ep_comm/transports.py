@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from tests.ep_comm.fake_cuda import FakeBindings, FakeCore, FakeCupy
+from tests.ep_comm.faulty import FaultPlan, FaultyTransport
 from tests.ep_comm.groups import run_faulty, run_loopback
+from whalepod.ep_comm.gpu.cuda_ipc import CudaIpcTransport
+from whalepod.ep_comm.gpu.nvshmem import Library, NvshmemTransport
 from whalepod.ep_comm.heap import HeapLayout
 from whalepod.ep_comm.transport import gloo
-from whalepod.ep_comm.transport.cuda_ipc import CudaIpcTransport
-from whalepod.ep_comm.transport.faulty import FaultPlan, FaultyTransport
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import results_of
-from whalepod.ep_comm.transport.nvshmem import Library, NvshmemTransport
 from whalepod.ep_comm.transport.shm import ShmTransport, create_heaps
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-NUM_RANKS, NUM_EXPERTS, NUM_CHOICES, MAX_TOKENS = 2, 4, 2, 4
+NUM_RANKS, NUM_EXPERTS, TOP_K, MAX_TOKENS = 2, 4, 2, 4
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 
 IDS = [
@@ -22,17 +22,15 @@ WEIGHTS = [
 TOKENS_PER_RANK = [[2, 2], [1, 1]]
 TOKENS_PER_EXPERT = [[2, 1, 1, 1], [1, 1, 1, 1]]
 IS_TOKEN_IN_RANK = [[[1, 1], [1, 0], [0, 1]], [[0, 1], [1, 0]]]
-RANK_PREFIX = [[2, 2], [3, 3]]
 
-THROUGHPUT_ROWS = [[(0, 0), (0, 1), (1, 1)], [(0, 0), (0, 2), (1, 0)]]
-THROUGHPUT_IDS = [[[0, -1], [1, 0], [0, 1]], [[-1, 0], [1, -1], [0, 1]]]
-THROUGHPUT_WEIGHTS = [
+ROWS_PER_TOKEN = [[(0, 0), (0, 1), (1, 1)], [(0, 0), (0, 2), (1, 0)]]
+IDS_PER_TOKEN = [[[0, -1], [1, 0], [0, 1]], [[-1, 0], [1, -1], [0, 1]]]
+WEIGHTS_PER_TOKEN = [
     [[0.5, 0.0], [0.25, 0.75], [0.5, 0.5]],
     [[0.0, 0.5], [1.0, 0.0], [0.6, 0.4]],
 ]
 EXPERT_COUNTS = [[3, 2], [2, 2]]
-EXPERT_COUNTS_ALIGNED_TO_4 = [[4, 4], [4, 4]]
-EXPANDED_FIRST_ROWS_ALIGNED_TO_4 = [[0, 4], [0, 4]]
+FIRST_ROWS = [[0, 3], [0, 2]]
 
 SOURCE_INFO = [[[0, 1, 1], [1, 1]], [[0, 0], [2, 0]]]
 RANGES = [[[(0, 2), (2, 1)], [(0, 1), (1, 1)]], [[(0, 1), (1, 1)], [(0, 1), (1, 1)]]]

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.ep_comm import test_low_latency as case
+from tests.ep_comm import test_by_expert as case
 from tests.equality import assert_same_bits
+from whalepod.ep_comm.gpu.device_exchange import DeviceExchange, DeviceResult
 from whalepod.ep_comm.group import signal_value
-from whalepod.ep_comm.modes.low_latency_device import DeviceLowLatency, DeviceResult
 from whalepod.ep_comm.transport.shm import ShmTransport, create_heaps
 
 SEEDS = range(6)
@@ -98,7 +98,7 @@ def run_triton(rank: int, transport: ShmTransport, program: case.Round, *, quiet
     config = program.config
     device = Device(transport, rank, quiets=quiets)
     emulate(device)
-    mode = DeviceLowLatency(
+    mode = DeviceExchange(
         rank, config, program.regions, transport.heap, max_polls=1_000_000, extern_libs={}
     )
     for call, seed in enumerate(SEEDS, start=1):

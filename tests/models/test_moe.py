@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.oracle import OracleWeights, make_oracle
-from whalepod.ep_comm.local import LocalPlacement
+from whalepod.ep_comm.routed_experts import LocalPlacement
 from whalepod.kernels.interface import GateConfig
 from whalepod.kernels.reference import ReferenceKernels
 from whalepod.models.config import ModelConfig, parse_config

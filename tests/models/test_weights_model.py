@@ -10,7 +10,7 @@ import transformers
 
 from tests.models.oracle import Sequences, oracle_logits, random_ids
 from tests.models.test_weights_fp8 import write_twin
-from whalepod.ep_comm.local import LocalPlacement
+from whalepod.ep_comm.routed_experts import LocalPlacement
 from whalepod.kernels.reference import ReferenceKernels
 from whalepod.models.config import load_config
 from whalepod.models.deepseek_v3 import DeepseekV3

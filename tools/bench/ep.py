@@ -77,9 +77,9 @@ def bench_ep(config: EpConfig) -> int:
 def measure(config: EpConfig, case: Case) -> list[Phase]:
     """Run the ranks of a case and add up what they found."""
     from whalepod.ep_comm.transport.shm import create_heaps
-    from whalepod.tools.bench.ep_ranks import make_mode, run_rank
+    from whalepod.tools.bench.ep_ranks import Measured, run_rank
 
-    heap_bytes = make_mode(config, case).heap_bytes
+    heap_bytes = Measured(config, case).heap_bytes
     descriptors = create_heaps(case.num_ranks, heap_bytes)
     context = multiprocessing.get_context("fork")
     ends: list[Connection] = []

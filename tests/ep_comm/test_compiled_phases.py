@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tests.ep_comm.groups import TIMEOUT_MS, num_examples, run_loopback
-from tests.ep_comm.test_low_latency import (
+from tests.ep_comm.test_by_expert import (
     HIDDEN,
-    NUM_CHOICES,
+    TOP_K,
     Round,
     make_config,
     make_heap,
@@ -24,28 +24,29 @@ from tests.ep_comm.test_low_latency import (
 )
 from tests.ep_comm.transports import OPENERS, close_place, make_place, run_threads
 from tests.equality import assert_same_bits
+from whalepod.ep_comm.config import ExchangeConfig
+from whalepod.ep_comm.dispatched import Dispatched
+from whalepod.ep_comm.expert_exchange import ExpertExchange
 from whalepod.ep_comm.group import CallStatus, Group
-from whalepod.ep_comm.modes.low_latency import LowLatency
-from whalepod.ep_comm.modes.low_latency_config import LowLatencyConfig
-from whalepod.ep_comm.modes.low_latency_mapped import MappedRows
-from whalepod.ep_comm.modes.low_latency_output import Dispatched
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.shm import ShmTransport
 
 NUM_RANKS = 2
 IDS_TK = torch.tensor([[0, 5, 9, 15]])
+WEIGHTS_TK = torch.ones(1, TOP_K)
 
 
 def facts(result: Dispatched) -> list[Tensor]:
     """Return copies of all that a dispatch says about its rows; unused ones are NaN, as bits."""
+    assert result.ranges is not None
     found = [
         result.rows.view(torch.int32),
-        result.source_info,
+        result.info,
         result.count_E,
-        result.first_row_E,
-        result.ranges_ER,
+        result.ranges.first_row_E,
+        result.ranges.ranges_ER,
     ]
-    optional = [result.scales, result.expert_S]
+    optional = [result.scales, result.ranges.expert_S]
     return [tensor.clone() for tensor in (*found, *optional) if tensor is not None]
 
 
@@ -54,14 +55,13 @@ def facts(result: Dispatched) -> list[Tensor]:
 @given(
     seed=st.integers(0, 2**31),
     skew=st.booleans(),
-    output=st.sampled_from(["packed", "per_expert"]),
-    pre_reduce=st.booleans(),
+    layout=st.sampled_from(["packed", "per_expert"]),
     plain_ranks=st.sets(st.integers(0, 7)),
 )
 def test_one_call_gives_the_bits_of_the_plain_way_and_mixes_with_it(
-    num_ranks: int, seed: int, skew: bool, output: str, pre_reduce: bool, plain_ranks: set[int]
+    num_ranks: int, seed: int, skew: bool, layout: str, plain_ranks: set[int]
 ) -> None:
-    config = make_config(num_ranks, output=output, pre_reduce=pre_reduce, combine_dtype="bfloat16")
+    config = make_config(num_ranks, layout=layout, combine_dtype="bfloat16")
     heap, regions = make_heap(config)
     program = Round(config, regions, (), skew)
 
@@ -69,14 +69,13 @@ def test_one_call_gives_the_bits_of_the_plain_way_and_mixes_with_it(
         mode, found = make_mode(transport, config, regions, is_plain=is_plain), []
         for number in range(3):
             mine = program.inputs(seed + number)[transport.rank]
-            weights = mine.weights_TK if pre_reduce else None
-            result = mode.dispatch(mine.x_TH, mine.ids_TK, TIMEOUT_MS, weights)
-            assert isinstance(result.handle.received, MappedRows) != is_plain
+            result = mode.dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK, TIMEOUT_MS)
+            assert result.handle.is_compiled != is_plain
             found += facts(result)
             y = scale_by_expert(result, config, transport.rank)
-            y_TH, status = mode.combine(y, result.handle, mine.weights_TK, TIMEOUT_MS)
+            y_TH, status = mode.combine(y, result.handle, TIMEOUT_MS)
             assert status.ok, status
-            found += [y_TH, mode.outbox.sent_bytes_R.clone()]
+            found += [y_TH, mode.send_buffer.sent_bytes_R.clone()]
         return found
 
     plain = run_loopback(heap, lambda transport: run(transport, True))
@@ -103,23 +102,22 @@ class LonelyRank:
     """Rank 0 of a group over shared memory; the test plays the others."""
 
     def __init__(self, folder: Path, num_ranks: int = NUM_RANKS) -> None:
-        self.config: LowLatencyConfig = make_config(num_ranks)
+        self.config: ExchangeConfig = make_config(num_ranks)
         heap, self.regions = make_heap(self.config)
         self.place = make_place(heap, folder)
         self.gone: set[int] = set()
         self.modes = [self._mode(rank) for rank in range(num_ranks)]
 
-    def _mode(self, rank: int) -> LowLatency:
+    def _mode(self, rank: int) -> ExpertExchange:
         group = Group(ShmTransport(rank, self.place.descriptors), is_gone=self.gone.__contains__)
-        return LowLatency(group, self.config, self.regions, poison_unused=True)
+        return ExpertExchange(group, self.config, self.regions, poison_unused=True)
 
     def dispatch(self, rank: int, timeout_ms: float) -> Dispatched:
-        return self.modes[rank].dispatch(torch.ones(1, HIDDEN), IDS_TK, timeout_ms)
+        return self.modes[rank].dispatch(torch.ones(1, HIDDEN), IDS_TK, WEIGHTS_TK, timeout_ms)
 
     def combine(self, rank: int, result: Dispatched, timeout_ms: float) -> CallStatus:
-        weights_TK = torch.ones(1, NUM_CHOICES)
         y = scale_by_expert(result, self.config, rank)
-        return self.modes[rank].combine(y, result.handle, weights_TK, timeout_ms)[1]
+        return self.modes[rank].combine(y, result.handle, timeout_ms)[1]
 
     def close(self) -> None:
         close_place(self.place)
@@ -143,11 +141,11 @@ def test_a_late_rank_is_named_at_the_deadline_and_its_time_counted(group: Lonely
 
 
 def test_a_late_combine_is_named_and_gives_the_sum_of_those_who_came(group: LonelyRank) -> None:
-    group.modes[1].send_dispatch(torch.ones(1, HIDDEN), IDS_TK)
+    group.modes[1].send_dispatch(torch.ones(1, HIDDEN), IDS_TK, WEIGHTS_TK)
     result = group.dispatch(0, TIMEOUT_MS)
     assert result.status.ok
     status = group.combine(0, result, 30.0)
-    assert (status.late, status.operation) == ((1,), "low-latency combine")
+    assert (status.late, status.operation) == ((1,), "combine")
 
 
 def test_a_rank_that_is_gone_ends_a_wait_before_its_deadline(group: LonelyRank) -> None:
@@ -158,7 +156,7 @@ def test_a_rank_that_is_gone_ends_a_wait_before_its_deadline(group: LonelyRank) 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_a_call_that_is_given_up_ends_a_wait_at_once(group: LonelyRank, phase: str) -> None:
     if phase == "combine":
-        group.modes[1].send_dispatch(torch.ones(1, HIDDEN), IDS_TK)
+        group.modes[1].send_dispatch(torch.ones(1, HIDDEN), IDS_TK, WEIGHTS_TK)
         result = group.dispatch(0, TIMEOUT_MS)
     heard: list[tuple[CallStatus, float]] = []
 
@@ -182,20 +180,20 @@ def test_a_call_that_is_given_up_ends_a_wait_at_once(group: LonelyRank, phase: s
 
 def test_a_rank_that_came_back_is_waited_for_in_one_call_again(group: LonelyRank) -> None:
     result = group.dispatch(0, 1.0)
-    assert not isinstance(result.handle.received, MappedRows)
+    assert not result.handle.is_compiled
     assert group.modes[0].group.suspects == {1}
-    group.modes[0].abandon(result.handle)
+    group.modes[0].abort()
     group.modes[0].group.mask(())
     for mode in group.modes:
         mode.resume(10)
-    group.modes[1].send_dispatch(torch.ones(1, HIDDEN), IDS_TK)
+    group.modes[1].send_dispatch(torch.ones(1, HIDDEN), IDS_TK, WEIGHTS_TK)
     result = group.dispatch(0, TIMEOUT_MS)
     assert result.status.ok
-    assert isinstance(result.handle.received, MappedRows)
+    assert result.handle.is_compiled
 
 
 def test_a_rank_that_went_on_without_this_one_is_found_out(group: LonelyRank) -> None:
     group.modes[1].resume(11)  # an odd call, like this rank's first: the same words
-    group.modes[1].send_dispatch(torch.ones(1, HIDDEN), IDS_TK)
+    group.modes[1].send_dispatch(torch.ones(1, HIDDEN), IDS_TK, WEIGHTS_TK)
     status = group.dispatch(0, TIMEOUT_MS).status
     assert (status.overtaken, status.late) == ((1,), ())

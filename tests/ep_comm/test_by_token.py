@@ -1,4 +1,4 @@
-"""Throughput dispatch and combine against plain loops over all ranks' inputs, bit by bit."""
+"""Dispatch and combine per token against plain loops over all ranks' inputs, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tests.ep_comm import worked_example as example
+from tests.ep_comm.faulty import FaultyTransport
 from tests.ep_comm.groups import (
     MUTATIONS,
     TIMEOUT_MS,
@@ -21,114 +22,112 @@ from tests.ep_comm.groups import (
     run_loopback,
 )
 from tests.equality import assert_same_bits
+from whalepod.ep_comm.config import ExchangeConfig, ExchangeRegions, reserve
+from whalepod.ep_comm.dispatched import Dispatched
+from whalepod.ep_comm.expert_exchange import ExpertExchange, LiveResultError
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.heap import HeapLayout
-from whalepod.ep_comm.modes.throughput import Throughput
-from whalepod.ep_comm.modes.throughput_config import (
-    ThroughputConfig,
-    ThroughputRegions,
-    carve,
-)
-from whalepod.ep_comm.modes.throughput_rows import Received, expand
-from whalepod.ep_comm.rows import quantize_rows, raw, weighted_sum
-from whalepod.ep_comm.transport.faulty import FaultyTransport
+from whalepod.ep_comm.rows import quantize_rows, raw
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import results_of
 
-NUM_EXPERTS, NUM_CHOICES, HIDDEN, MAX_TOKENS = 16, 4, 16, 11
+NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS = 16, 4, 16, 11
 
 LAYOUTS = [(1, 1), (2, 2), (2, 1), (4, 2), (8, 8), (8, 2)]
 """(ranks, ranks per node)"""
 
 
-def make_config(num_ranks: int, ranks_per_node: int, **changes: object) -> ThroughputConfig:
+def make_config(num_ranks: int, ranks_per_node: int, **changes: object) -> ExchangeConfig:
     fields: dict[str, object] = {
         "num_ranks": num_ranks,
         "ranks_per_node": ranks_per_node,
         "num_experts": NUM_EXPERTS,
-        "num_choices": NUM_CHOICES,
+        "top_k": TOP_K,
         "hidden": HIDDEN,
         "max_tokens": MAX_TOKENS,
         "chunk_tokens": 4,
         "dispatch_dtype": "float32",
         "combine_dtype": "float32",
-        "expert_alignment": 4,
+        "layout": "per_token",
     }
-    return ThroughputConfig(**(fields | changes))  # type: ignore[arg-type]
+    return ExchangeConfig(**(fields | changes))  # type: ignore[arg-type]
 
 
-def make_heap(config: ThroughputConfig) -> tuple[HeapLayout, ThroughputRegions]:
+def make_heap(config: ExchangeConfig) -> tuple[HeapLayout, ExchangeRegions]:
     heap = HeapLayout(config.num_ranks)
-    return heap, carve(heap, config)
+    return heap, reserve(heap, config, "exchange")
 
 
-def owners(ids: list[int], config: ThroughputConfig) -> set[int]:
+def owners(ids: list[int], config: ExchangeConfig) -> set[int]:
     return {e // config.num_local for e in ids if e >= 0}
 
 
-def is_on_rank(inputs: Inputs, rank: int, config: ThroughputConfig) -> Tensor:
+def is_on_rank(inputs: Inputs, rank: int, config: ExchangeConfig) -> Tensor:
     """Return `[T]` bool: the token has an expert on the rank."""
     hits = [rank in owners(ids, config) for ids in inputs.ids_TK.tolist()]
     return torch.tensor(hits, dtype=torch.bool)
 
 
-def sent(inputs: Inputs, config: ThroughputConfig) -> Tensor | tuple[Tensor, Tensor]:
-    if config.dispatch_dtype == "float8":
-        return quantize_rows(inputs.x_TH, round_scale=False)
-    return inputs.x_TH
+def sent(x_TH: Tensor, config: ExchangeConfig) -> tuple[Tensor, Tensor | None]:
+    """Return the values and scales that arrive of `x_TH`."""
+    return quantize_rows(x_TH) if config.dispatch_dtype == "float8" else (x_TH, None)
 
 
 def check_received(
-    received: Received, inputs: list[Inputs], config: ThroughputConfig, rank: int
+    received: Dispatched, inputs: list[Inputs], config: ExchangeConfig, rank: int
 ) -> None:
     assert received.status.ok, received.status
     hits = [is_on_rank(given_, rank, config) for given_ in inputs]
     tokens = [hit_T.nonzero().squeeze(1) for hit_T in hits]
-    num_rows = sum(map(len, tokens))
-    assert received.num_rows == num_rows
-    sources = [rank_ for rank_, found in enumerate(tokens) for _ in found]
-    assert received.source_rank_N[:num_rows].tolist() == sources
-    assert received.source_token_N[:num_rows].tolist() == torch.cat(tokens).tolist()
+    assert len(received.rows) == sum(map(len, tokens))
+    assert sources_of(received).tolist() == [r for r, found in enumerate(tokens) for _ in found]
+    assert received.info.tolist() == torch.cat(tokens).tolist()
+    assert received.ids_NK is not None
+    assert received.weights_NK is not None
 
     pairs = list(zip(inputs, tokens, strict=True))
     ids_NK = torch.cat([given_.ids_TK[t] for given_, t in pairs])
     weights_NK = torch.cat([given_.weights_TK[t] for given_, t in pairs])
     is_local_NK = (ids_NK >= 0) & (ids_NK // config.num_local == rank)
     local_NK = (ids_NK - rank * config.num_local).masked_fill(~is_local_NK, -1)
-    assert_same_bits(local_NK, received.ids_NK[:num_rows])
-    assert_same_bits(weights_NK.masked_fill(~is_local_NK, 0.0), received.weights_NK[:num_rows])
+    assert_same_bits(local_NK, received.ids_NK)
+    assert_same_bits(weights_NK.masked_fill(~is_local_NK, 0.0), received.weights_NK)
     counts = [int((local_NK == e).sum()) for e in range(config.num_local)]
-    assert received.expert_counts == [-(-count // 4) * 4 for count in counts]
-    assert bool((received.ids_NK[num_rows:] == -1).all())
-    assert received.rank_prefix_RR[-1, rank] == num_rows
+    assert received.count_E.tolist() == counts
 
-    wire = [sent(given_, config) for given_ in inputs]
-    x_NH = torch.cat(
-        [raw(w[0] if isinstance(w, tuple) else w)[t] for w, t in zip(wire, tokens, strict=True)]
-    )
-    assert_same_bits(x_NH, raw(received.x_NH)[:num_rows])
-    if received.scales_NG is not None:
-        scales = [w[1][t] for w, t in zip(wire, tokens, strict=True) if isinstance(w, tuple)]
-        assert_same_bits(torch.cat(scales), received.scales_NG[:num_rows])
+    wire = [sent(given_.x_TH[t], config) for given_, t in pairs]
+    assert_same_bits(torch.cat([raw(values) for values, _ in wire]), raw(received.rows))
+    if received.scales is not None:
+        scales = [found for _, found in wire if found is not None]
+        assert_same_bits(torch.cat(scales), received.scales)
 
 
-def computed(x_TH: Tensor, rank: int, config: ThroughputConfig) -> Tensor:
+def sources_of(received: Dispatched) -> Tensor:
+    """Return the rank that each row comes from, by what its combine will follow."""
+    source_N = torch.full((len(received.rows),), -1)
+    for chunk in received.handle.received:
+        for source, (first, count) in chunk.items():
+            source_N[first : first + count] = source
+    return source_N
+
+
+def computed(x_TH: Tensor, rank: int, config: ExchangeConfig) -> Tensor:
     """Return what the experts of a rank make of rows: any function of both will do."""
     return (x_TH.float() * (rank + 1) + 4).to(config.combine_format.torch_dtype)
 
 
 def expert_rows(
-    received: Received, inputs: list[Inputs], config: ThroughputConfig, rank: int
+    received: Dispatched, inputs: list[Inputs], config: ExchangeConfig, rank: int
 ) -> Tensor:
-    y_NH = torch.full(received.x_NH.shape, torch.nan, dtype=config.combine_format.torch_dtype)
+    y_NH = torch.full(received.rows.shape, torch.nan, dtype=config.combine_format.torch_dtype)
     for source, given_ in enumerate(inputs):
-        is_from_N = received.source_rank_N == source
-        tokens = received.source_token_N[is_from_N]
+        is_from_N = sources_of(received) == source
+        tokens = received.info[is_from_N].long()
         y_NH[is_from_N] = computed(given_.x_TH, rank, config)[tokens]
     return y_NH
 
 
-def expected_sum(inputs: Inputs, config: ThroughputConfig, bias: list[Tensor]) -> Tensor:
+def expected_sum(inputs: Inputs, config: ExchangeConfig) -> Tensor:
     topology, dtype = config.topology, config.combine_format.torch_dtype
     y_TH = torch.zeros(inputs.x_TH.shape)
     for node in range(topology.num_nodes):
@@ -137,86 +136,68 @@ def expected_sum(inputs: Inputs, config: ThroughputConfig, bias: list[Tensor]) -
             rows_TH = computed(inputs.x_TH, rank, config).float()
             part_TH = part_TH + rows_TH * is_on_rank(inputs, rank, config)[:, None]
         y_TH = y_TH + (part_TH.to(dtype).float() if topology.num_nodes > 1 else part_TH)
-    for term in bias:
-        y_TH = y_TH + term.float()
-    return y_TH.to(dtype)
+    return y_TH.to(inputs.x_TH.dtype)
 
 
 @dataclass(frozen=True)
 class Round:
     """Dispatches and combines of all ranks, checked inside each rank's program."""
 
-    config: ThroughputConfig
-    regions: ThroughputRegions
+    config: ExchangeConfig
+    regions: ExchangeRegions
     seeds: tuple[int, ...]
     skew: bool = False
     dtype: torch.dtype = torch.float32
 
     def inputs(self, seed: int) -> list[Inputs]:
         c = self.config
-        sizes = (c.num_ranks, c.num_experts, c.num_choices, c.hidden, c.max_tokens)
+        sizes = (c.num_ranks, c.num_experts, c.top_k, c.hidden, c.max_tokens)
         return make_inputs(seed, *sizes, dtype=self.dtype, skew=self.skew)
 
     def __call__(self, transport: Transport) -> list[Tensor]:
         config, rank = self.config, transport.rank
-        mode = Throughput(Group(transport), config, self.regions)
+        mode = ExpertExchange(Group(transport), config, self.regions)
         combined = []
-        for number, seed in enumerate(self.seeds):
+        for seed in self.seeds:
             inputs = self.inputs(seed)
             mine = inputs[rank]
-            received = mode.dispatch(sent(mine, config), mine.ids_TK, mine.weights_TK, TIMEOUT_MS)
+            received = mode.dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK, TIMEOUT_MS)
             check_received(received, inputs, config, rank)
             y_NH = expert_rows(received, inputs, config, rank)
-            bias = [mine.x_TH, mine.x_TH * 2][: number % 3]
-            y_TH, weights_TK, status = mode.combine(
-                y_NH,
-                received.routing,
-                TIMEOUT_MS,
-                weights_NK=received.weights_NK[: received.num_rows],
-                bias=bias,
-            )
+            y_TH, status = mode.combine(y_NH, received.handle, TIMEOUT_MS)
             assert status.ok, status
-            assert weights_TK is not None
-            assert_same_bits(expected_sum(mine, config, bias), y_TH)
-            assert_same_bits(mine.weights_TK.masked_fill(mine.ids_TK < 0, 0.0), weights_TK)
+            assert_same_bits(expected_sum(mine, config), y_TH)
             combined.append(y_TH)
         return combined
 
 
 def test_the_worked_example() -> None:
-    config = make_config(
-        2, 2, num_experts=example.NUM_EXPERTS, num_choices=example.NUM_CHOICES, hidden=8
-    )
+    config = make_config(2, 2, num_experts=example.NUM_EXPERTS, top_k=example.TOP_K, hidden=8)
     heap, regions = make_heap(config)
 
     def program(transport: Transport) -> None:
         rank = transport.rank
-        mode = Throughput(Group(transport), config, regions)
+        mode = ExpertExchange(Group(transport), config, regions)
         x_TH = example.inputs_of(rank, config.hidden)
         received = mode.dispatch(x_TH, example.IDS[rank], example.WEIGHTS[rank], TIMEOUT_MS)
-        rows = zip(received.source_rank_N.tolist(), received.source_token_N.tolist(), strict=True)
-        assert list(rows) == example.THROUGHPUT_ROWS[rank]
-        assert received.ids_NK.tolist() == example.THROUGHPUT_IDS[rank]
+        rows = zip(sources_of(received).tolist(), received.info.tolist(), strict=True)
+        assert list(rows) == example.ROWS_PER_TOKEN[rank]
+        assert received.ids_NK is not None
+        assert received.weights_NK is not None
+        assert received.ids_NK.tolist() == example.IDS_PER_TOKEN[rank]
         torch.testing.assert_close(
-            received.weights_NK, torch.tensor(example.THROUGHPUT_WEIGHTS[rank])
+            received.weights_NK, torch.tensor(example.WEIGHTS_PER_TOKEN[rank])
         )
-        assert received.expert_counts == example.EXPERT_COUNTS_ALIGNED_TO_4[rank]
-        assert received.rank_prefix_RR.tolist() == example.RANK_PREFIX
+        assert received.count_E.tolist() == example.EXPERT_COUNTS[rank]
 
-        expanded = expand(received, config.num_local, alignment=4)
-        assert expanded.count_E.tolist() == example.EXPERT_COUNTS[rank]
-        firsts = example.EXPANDED_FIRST_ROWS_ALIGNED_TO_4[rank]
-        assert expanded.first_row_E.tolist() == firsts
-        factors = torch.ones(len(expanded.x_SH), 1)
-        for e, first in enumerate(firsts):
-            factors[first : first + 4] = 1 + e + rank * config.num_local
-        y_NH = weighted_sum(expanded.x_SH * factors, expanded.row_of_NK, received.weights_NK)
-        y_TH, _, _ = mode.combine(y_NH, received.routing, TIMEOUT_MS)
+        factors_NK = 1 + received.ids_NK + rank * config.num_local
+        y_NH = received.rows * (received.weights_NK * factors_NK).sum(dim=1)[:, None]
+        y_TH, _ = mode.combine(y_NH, received.handle, TIMEOUT_MS)
         expected = x_TH * torch.tensor(example.COMBINED_FACTORS[rank])[:, None]
         torch.testing.assert_close(y_TH, expected, rtol=1e-6, atol=0)
 
-        again = mode.dispatch_again(x_TH, received.routing, TIMEOUT_MS)
-        y_TH, _, _ = mode.combine(again.x_NH, again.routing, TIMEOUT_MS)
+        again = mode.dispatch(x_TH, example.IDS[rank], example.WEIGHTS[rank], TIMEOUT_MS)
+        y_TH, _ = mode.combine(again.rows, again.handle, TIMEOUT_MS)
         assert_same_bits(x_TH * torch.tensor(example.NUM_RANKS_HIT[rank])[:, None], y_TH)
 
     run_loopback(heap, program)
@@ -227,6 +208,7 @@ FORMATS: list[dict[str, object]] = [
     {"dispatch_dtype": "bfloat16", "combine_dtype": "bfloat16"},
     {"dispatch_dtype": "float8", "hidden": 256, "combine_dtype": "bfloat16"},
     {"chunk_tokens": 11},
+    {"chunk_tokens": None},
 ]
 
 
@@ -273,59 +255,58 @@ def test_a_token_crosses_once_to_each_node_that_it_hits(ranks_per_node: int) -> 
     def count(transport: Transport) -> None:
         rank, topology = transport.rank, transport.topology
         mine = program.inputs(7)[rank]
-        mode = Throughput(Group(transport), config, regions)
+        mode = ExpertExchange(Group(transport), config, regions)
         mode.dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK, TIMEOUT_MS)
         far = [r for r in range(8) if topology.node_of(r) != topology.node_of(rank)]
         expected = sum(
             len({topology.node_of(r) for r in owners(ids, config)} - {topology.node_of(rank)})
             for ids in mine.ids_TK.tolist()
         )
-        sent_bytes = int(mode.outbox.sent_bytes_R[far].sum())
+        sent_bytes = int(mode.send_buffer.sent_bytes_R[far].sum())
         assert sent_bytes == expected * config.dispatch_format.num_bytes
 
     run_loopback(heap, count, ranks_per_node=ranks_per_node)
 
 
-def test_repeating_a_dispatch_sends_other_rows_the_same_way() -> None:
-    config = make_config(4, 2, max_tokens=8)  # two chunks' worth
+@pytest.mark.parametrize("max_tokens", [4, 8])
+def test_many_calls_of_one_or_two_chunks_overwrite_nothing(max_tokens: int) -> None:
+    config = make_config(4, 2, max_tokens=max_tokens)
     heap, regions = make_heap(config)
-    program = Round(config, regions, ())
-
-    def repeat(transport: Transport) -> None:
-        inputs = program.inputs(4)
-        assert max(len(given_.x_TH) for given_ in inputs) == 8
-        mine = inputs[transport.rank]
-        mode = Throughput(Group(transport), config, regions)
-        first = mode.dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK, TIMEOUT_MS)
-        for factor in (2.0, 4.0, 8.0, 16.0):
-            again = mode.dispatch_again(mine.x_TH * factor, first.routing, TIMEOUT_MS)
-            assert again.status.ok
-            assert_same_bits(first.x_NH * factor, again.x_NH)
-            assert_same_bits(first.ids_NK, again.ids_NK)
-
-    run_loopback(heap, repeat, ranks_per_node=2)
+    program = Round(config, regions, (4, 5, 6, 7, 8))
+    assert config.max_chunks == max_tokens // 4
+    assert max(len(given_.x_TH) for given_ in program.inputs(4)) == max_tokens
+    run_loopback(heap, program, ranks_per_node=2)
     for seed in range(8):
-        results_of(run_faulty(heap, repeat, seed=seed, ranks_per_node=2))
+        results_of(run_faulty(heap, program, seed=seed, ranks_per_node=2))
 
 
-def test_static_rows_are_the_same_rows_and_padding_and_too_many_are_refused_everywhere() -> None:
-    config = make_config(4, 4)
+@pytest.mark.parametrize(("chunk_tokens", "num_live"), [(None, 2), (4, 1)])
+def test_phases_overlap_as_far_as_there_are_places(chunk_tokens: int | None, num_live: int) -> None:
+    config = make_config(4, 2, chunk_tokens=chunk_tokens)
     heap, regions = make_heap(config)
     program = Round(config, regions, ())
 
-    def static(transport: Transport) -> None:
-        inputs = program.inputs(1)
-        mine = inputs[transport.rank]
-        mode = Throughput(Group(transport), config, regions)
-        with pytest.raises(ValueError, match="num_static_rows is 1: raise it on all ranks"):
-            mode.dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK, TIMEOUT_MS, num_static_rows=1)
-        received = mode.dispatch(
-            mine.x_TH, mine.ids_TK, mine.weights_TK, TIMEOUT_MS, num_static_rows=44
-        )
-        assert len(received.x_NH) == 44
-        check_received(received, inputs, config, transport.rank)
+    def overlapping(transport: Transport) -> None:
+        rank = transport.rank
+        mode = ExpertExchange(Group(transport), config, regions)
+        inputs = [program.inputs(seed) for seed in range(num_live)]
+        mine = [given_[rank] for given_ in inputs]
+        flights = [mode.send_dispatch(i.x_TH, i.ids_TK, i.weights_TK) for i in mine]
+        with pytest.raises(LiveResultError, match=f"would be live result {num_live + 1}"):
+            mode.send_dispatch(mine[0].x_TH, mine[0].ids_TK, mine[0].weights_TK)
+        results = [flight.receive(TIMEOUT_MS) for flight in flights]
+        back = []
+        for result, given_ in zip(results, inputs, strict=True):
+            check_received(result, given_, config, rank)
+            y_NH = expert_rows(result, given_, config, rank)
+            back.append(mode.send_combine(y_NH, result.handle))
+        for flight, one in zip(back, mine, strict=True):
+            y_TH, status = flight.receive(TIMEOUT_MS)
+            assert status.ok
+            assert_same_bits(expected_sum(one, config), y_TH)
 
-    run_loopback(heap, static)
+    run_loopback(heap, overlapping, ranks_per_node=2)
+    results_of(run_faulty(heap, overlapping, seed=3, ranks_per_node=2))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +315,7 @@ def test_static_rows_are_the_same_rows_and_padding_and_too_many_are_refused_ever
         ({"num_experts": 15}, "must be a positive multiple of num_ranks"),
         ({"num_ranks": 16, "ranks_per_node": 3}, r"multiple of ranks_per_node \(3\)"),
         ({"combine_dtype": "float8", "hidden": 128}, "use bfloat16 or float32"),
-        ({"max_tokens": 4096 * 4}, "4095 chunks of chunk_tokens"),
+        ({"chunk_tokens": 0}, r"chunk_tokens \(0\) must be at least 1"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(changes: dict[str, object], message: str) -> None:
@@ -347,12 +328,12 @@ def test_input_that_does_not_fit_is_refused() -> None:
     heap, regions = make_heap(config)
 
     def program(transport: Transport) -> None:
-        mode = Throughput(Group(transport), config, regions)
+        mode = ExpertExchange(Group(transport), config, regions)
         ids_TK, weights_TK = torch.zeros(12, 4, dtype=torch.int64), torch.ones(12, 4)
         ids_TK += torch.arange(4)
-        with pytest.raises(ValueError, match="at most 11: raise max_tokens"):
+        with pytest.raises(ValueError, match="at most 11 fit: raise max_tokens"):
             mode.dispatch(torch.zeros(12, HIDDEN), ids_TK, weights_TK, TIMEOUT_MS)
-        with pytest.raises(ValueError, match=r"rows must be \[12, 16\]"):
+        with pytest.raises(ValueError, match=r"rows must be \[T, 16\] .* T = 12"):
             mode.dispatch(torch.zeros(12, 8), ids_TK, weights_TK, TIMEOUT_MS)
 
     run_loopback(heap, program)

@@ -1,7 +1,7 @@
-"""The low-latency mode on a GPU: the same heap and protocol, with kernels for both phases.
+"""An exchange by expert on a GPU: the same heap and protocol, with kernels for both phases.
 
 Nothing here waits for the host: slots come from the choices, counts stay on the device, shapes are
-static. A rank may use it while others use `LowLatency`.
+static. A rank may use it while others use `ExpertExchange`.
 
 Suffix letters as in `whalepod.ep_comm.layout`, M most tokens of a rank, H hidden.
 """
@@ -17,12 +17,9 @@ import triton
 from torch import Tensor
 
 from whalepod.ep_comm import layout
-from whalepod.ep_comm.heap import ALIGNMENT_BYTES, Region
-from whalepod.ep_comm.modes.low_latency_config import (
-    NUM_SETS,
-    LowLatencyConfig,
-    LowLatencyRegions,
-)
+from whalepod.ep_comm.config import ExchangeConfig, ExchangeRegions
+from whalepod.ep_comm.heap import ALIGNMENT_BYTES, align
+from whalepod.ep_comm.slots import RecvSlots, TransferId
 from whalepod.kernels.triton import ep
 
 _MAX_BLOCK_H = 1024
@@ -50,7 +47,7 @@ class DeviceResult:
     found_R: Tensor
 
 
-class DeviceLowLatency:
+class DeviceExchange:
     """One rank's end, with bf16 or f32 rows, a block of rows per expert, weights at combine.
 
     heap         this rank's symmetric heap, on its GPU
@@ -61,21 +58,19 @@ class DeviceLowLatency:
     def __init__(
         self,
         rank: int,
-        config: LowLatencyConfig,
-        regions: LowLatencyRegions,
+        config: ExchangeConfig,
+        regions: ExchangeRegions,
         heap: Tensor,
         *,
         max_polls: int,
         extern_libs: Mapping[str, str],
     ) -> None:
-        if config.dispatch_dtype != config.combine_dtype or config.pre_reduce:
+        if config.dispatch_dtype != config.combine_dtype or config.layout != "per_expert":
             raise ValueError(
-                f"the device mode sends rows both ways in one dtype and sums at the token's rank; "
-                f"got dispatch {config.dispatch_dtype}, combine {config.combine_dtype}, "
-                f"pre_reduce {config.pre_reduce}"
+                f"the device exchange has layout per_expert and sends rows both ways in one dtype; "
+                f"got layout {config.layout}, dispatch {config.dispatch_dtype}, combine "
+                f"{config.combine_dtype}"
             )
-        if config.output != "per_expert":
-            raise ValueError(f"the device mode has output per_expert, not {config.output}")
         self._rank = rank
         self._config = config
         self._regions = regions
@@ -97,27 +92,25 @@ class DeviceLowLatency:
         counted = layout.dispatch_layout(ids_TK, config.num_experts, config.num_ranks)
         slots_TR = layout.slots(counted.is_token_in_rank_TR)
         there = config.dispatch_format
-        stride = _align(config.max_tokens * there.num_bytes)
+        stride = align(config.max_tokens * there.num_bytes, ALIGNMENT_BYTES)
         if num_tokens:
             ep.dispatch_pack[(num_tokens, config.num_ranks)](
                 x_TH, ids_TK, slots_TR, self._heap_i32, self._heap_values,
-                self._regions.staging.offset, stride, config.num_choices, config.hidden,
+                self._regions.staging.offset, stride, config.top_k, config.hidden,
                 RECORD=there.num_bytes, AT_IDS=there.offsets.ids, AT_VALUES=there.offsets.values,
-                ITEM=self._item, BLOCK_K=triton.next_power_of_2(config.num_choices),
+                ITEM=self._item, BLOCK_K=triton.next_power_of_2(config.top_k),
                 BLOCK_H=self._block_h,
             )  # fmt: skip
-        rows = self._offset(self._regions.dispatch_rows, self._rank, config.max_tokens)
-        word = self._word(self._regions.dispatch_words, self._rank)
-        self._send(counted.num_tokens_per_rank_R, stride, rows, word, there.num_bytes)
+        self._send(counted.num_tokens_per_rank_R, stride, self._regions.rows)
 
     def receive_dispatch(self, ids_TK: Tensor) -> DeviceResult:
         """Wait for all ranks, then lay their rows out by expert."""
         config, there = self._config, self._config.dispatch_format
         ranks, most, device = config.num_ranks, config.max_tokens, ids_TK.device
-        found_R = self._wait(self._regions.dispatch_words, device)
+        found_R = self._wait(self._regions.rows, device)
         count_ER = torch.empty(config.num_local, ranks, dtype=torch.int32, device=device)
-        rows = self._offset(self._regions.dispatch_rows, 0, most)
-        first, choices = self._rank * config.num_local, config.num_choices
+        rows = self._regions.rows.offset(TransferId(self._epoch), 0)
+        first, choices = self._rank * config.num_local, config.top_k
         blocks = {
             "BLOCK_M": triton.next_power_of_2(most),
             "BLOCK_K": triton.next_power_of_2(choices),
@@ -150,64 +143,48 @@ class DeviceLowLatency:
     def send_combine(self, y_ESH: Tensor, result: DeviceResult) -> None:
         """Send the experts' rows, laid out as the dispatched ones, back to the tokens' ranks."""
         config, back = self._config, self._config.combine_format
-        most = config.combine_rows
-        stride = _align(most * back.num_bytes)
-        selections = config.max_tokens * config.num_choices
+        stride = align(config.max_returned * back.num_bytes, ALIGNMENT_BYTES)
+        selections = config.max_tokens * config.top_k
         ep.combine_pack[(selections, config.num_ranks)](
             y_ESH, result.row_of_RMK, self._heap_values, self._regions.staging.offset, stride,
             config.hidden, RECORD=back.num_bytes, ITEM=self._item,
             BLOCK_S=triton.next_power_of_2(selections), BLOCK_H=self._block_h,
         )  # fmt: skip
-        rows = self._offset(self._regions.combine_rows, self._rank, most)
-        word = self._word(self._regions.combine_words, self._rank)
         counts_R = (result.row_of_RMK >= 0).flatten(1).sum(dim=1)
-        self._send(counts_R, stride, rows, word, back.num_bytes)
+        self._send(counts_R, stride, self._regions.returned)
 
     def receive_combine(self, result: DeviceResult, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Wait for all owners and add up; returns y `[T, H]` and the signals `[R]`."""
         config, ids_TK = self._config, result.ids_TK
         back = config.combine_format
-        found_R = self._wait(self._regions.combine_words, ids_TK.device)
+        found_R = self._wait(self._regions.returned, ids_TK.device)
         y_TH = torch.empty(len(ids_TK), config.hidden, dtype=back.torch_dtype, device=ids_TK.device)
         if len(ids_TK):
             ep.combine_sum[(len(ids_TK), triton.cdiv(config.hidden, self._block_h))](
                 y_TH, ids_TK, weights_TK, found_R, self._heap_values,
-                self._offset(self._regions.combine_rows, 0, config.combine_rows),
-                config.combine_rows * back.num_bytes, self._epoch, config.num_local,
-                config.num_choices, config.hidden, RECORD=back.num_bytes, ITEM=self._item,
+                self._regions.returned.offset(TransferId(self._epoch), 0),
+                config.max_returned * back.num_bytes, self._epoch, config.num_local,
+                config.top_k, config.hidden, RECORD=back.num_bytes, ITEM=self._item,
                 BLOCK_S=triton.next_power_of_2(ids_TK.numel()), BLOCK_H=self._block_h,
             )  # fmt: skip
         return y_TH, found_R
 
-    def _send(self, counts_R: Tensor, stride: int, rows: int, word: int, record_bytes: int) -> None:
-        """Put what was packed for each rank, and its signal behind it."""
+    def _send(self, counts_R: Tensor, stride: int, slots: RecvSlots) -> None:
+        """Put what was packed for each rank, and its signal after it."""
+        transfer = TransferId(self._epoch)
         ep.put[(_PARTS, self._config.num_ranks)](
-            counts_R, self._address, self._regions.staging.offset, stride, rows,
-            RECORD=record_bytes, **self._options,
+            counts_R, self._address, self._regions.staging.offset, stride,
+            slots.offset(transfer, self._rank), RECORD=slots.record_bytes, **self._options,
         )  # fmt: skip
+        signal = slots.signal(transfer, self._rank)
         ep.signal[(self._config.num_ranks,)](
-            counts_R, self._address, word, self._epoch, **self._options
+            counts_R, self._address, signal, self._epoch, **self._options
         )
 
-    def _wait(self, words: Region, device: torch.device) -> Tensor:
+    def _wait(self, slots: RecvSlots, device: torch.device) -> Tensor:
         found_R = torch.empty(self._config.num_ranks, dtype=torch.int64, device=device)
+        first = slots.signal(TransferId(self._epoch), 0)
         ep.wait[(self._config.num_ranks,)](
-            found_R, self._address, self._word(words, 0), self._epoch, self._max_polls,
-            **self._options,
-        )  # fmt: skip
+            found_R, self._address, first, self._epoch, self._max_polls, **self._options
+        )
         return found_R
-
-    def _place(self, rank: int) -> int:
-        return (self._epoch % NUM_SETS) * self._config.num_ranks + rank
-
-    def _word(self, words: Region, rank: int) -> int:
-        return words.word(self._place(rank))
-
-    def _offset(self, region: Region, rank: int, num_records: int) -> int:
-        """Return where a rank's block of this call begins in the heap."""
-        record_bytes = region.num_bytes // (NUM_SETS * self._config.num_ranks * num_records)
-        return region.offset + self._place(rank) * num_records * record_bytes
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,18 +11,17 @@ from torch import Tensor
 
 from tests.ep_comm.groups import TIMEOUT_MS, run_faulty, run_loopback
 from tests.equality import assert_same_bits
+from whalepod.ep_comm.config import ExchangeConfig, ExchangeRegions, reserve
+from whalepod.ep_comm.dispatcher import Dispatcher, Timeouts
+from whalepod.ep_comm.expert_exchange import ExpertExchange
 from whalepod.ep_comm.group import CallFailed, Group
 from whalepod.ep_comm.heap import HeapLayout
-from whalepod.ep_comm.interface import RoutedExperts
-from whalepod.ep_comm.modes import low_latency_config, throughput_config
-from whalepod.ep_comm.modes.low_latency import LowLatency
-from whalepod.ep_comm.modes.throughput import Throughput
-from whalepod.ep_comm.parallel import LowLatencyExperts, Patience, ThroughputExperts
+from whalepod.ep_comm.routed_experts import ExpertPlacement
 from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
 from whalepod.kernels.cpu import CpuKernels
-from whalepod.kernels.interface import BLOCK_TOKENS, Packed
+from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
 from whalepod.models.config import ModelConfig, parse_config
@@ -31,7 +29,6 @@ from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.presets import preset_config
 from whalepod.models.weights import DummyWeights
 
-MakeExperts = Callable[[Packed], RoutedExperts]
 MAX_TOKENS = 40
 
 CHUNKS = [[24, 1, 1], [0, 7, 2], [3, 0, 1], [40, 11, 0]]
@@ -43,21 +40,8 @@ def nano() -> ModelConfig:
     return parse_config(preset_config("v3-nano"))
 
 
-@dataclass(frozen=True)
-class MadeBy:
-    """A placement around a function."""
-
-    owned: range
-    make: MakeExperts
-
-    def routed(self, packed: Packed, layer: str) -> RoutedExperts:
-        return self.make(packed)
-
-
 def make_model(
-    experts: range | None = None,
-    make: MakeExperts | None = None,
-    dtype: torch.dtype = torch.float32,
+    placement: ExpertPlacement | None = None, dtype: torch.dtype = torch.float32
 ) -> DeepseekV3:
     config = nano()
     return DeepseekV3(
@@ -66,7 +50,7 @@ def make_model(
         CpuKernels(is_invariant=True),
         max_positions=128,
         absorbed_max_query_tokens=MAX_TOKENS,
-        placement=MadeBy(experts, make) if experts is not None and make is not None else None,
+        placement=placement,
     )
 
 
@@ -103,26 +87,33 @@ def run_text(model: DeepseekV3, rank: int) -> Tensor:
     return torch.cat(hidden)
 
 
-def exact_config(
-    num_ranks: int, dtype: RowDtype = "float32"
-) -> low_latency_config.LowLatencyConfig:
+def exact_config(num_ranks: int, dtype: RowDtype = "float32") -> ExchangeConfig:
     gate = nano().gate
     assert gate is not None
-    return low_latency_config.LowLatencyConfig(
+    return ExchangeConfig(
         num_ranks=num_ranks,
         num_experts=gate.num_experts,
-        num_choices=gate.num_experts_per_token,
+        top_k=gate.num_experts_per_token,
         hidden=nano().hidden_size,
         max_tokens=MAX_TOKENS,
         dispatch_dtype=dtype,
         combine_dtype="float32",
-        output="packed",
+        layout="packed",
     )
 
 
-def owned(rank: int, num_ranks: int) -> range:
-    per_rank = exact_config(num_ranks).num_local
-    return range(rank * per_rank, (rank + 1) * per_rank)
+def placed(transport: Transport, config: ExchangeConfig, regions: ExchangeRegions) -> Dispatcher:
+    """Return a placement whose steps go over one exchange, whatever their mode."""
+    group = Group(transport)
+    exchange = ExpertExchange(group, config, regions, poison_unused=True)
+    dispatcher = Dispatcher(
+        group,
+        CpuKernels(is_invariant=True),
+        {"low_latency": exchange, "throughput": exchange},
+        timeouts=Timeouts(TIMEOUT_MS),
+    )
+    dispatcher.enter("low_latency")
+    return dispatcher
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -134,17 +125,10 @@ def test_hidden_states_have_the_bits_of_one_rank(
     """In bf16, too: expert rows come back in f32 and are rounded once, after the sum."""
     config = exact_config(num_ranks, "float32" if dtype == torch.float32 else "bfloat16")
     heap = HeapLayout(num_ranks)
-    regions = low_latency_config.carve(heap, config)
+    regions = reserve(heap, config, "exchange")
 
     def program(transport: Transport) -> Tensor:
-        mode = LowLatency(Group(transport), config, regions, poison_unused=True)
-        model = make_model(
-            owned(transport.rank, num_ranks),
-            lambda packed: LowLatencyExperts(
-                mode, CpuKernels(is_invariant=True), packed, patience=Patience(TIMEOUT_MS)
-            ),
-            dtype,
-        )
+        model = make_model(placed(transport, config, regions), dtype)
         return run_text(model, transport.rank)
 
     if is_faulty:
@@ -158,29 +142,14 @@ def test_hidden_states_have_the_bits_of_one_rank(
 
 def test_sums_per_rank_agree_with_one_rank_up_to_rounding() -> None:
     num_ranks, ranks_per_node = 4, 2
-    exact = exact_config(num_ranks)
-    config = throughput_config.ThroughputConfig(
-        num_ranks=num_ranks,
-        ranks_per_node=ranks_per_node,
-        num_experts=exact.num_experts,
-        num_choices=exact.num_choices,
-        hidden=exact.hidden,
-        max_tokens=MAX_TOKENS,
-        chunk_tokens=16,
-        dispatch_dtype="float32",
-        combine_dtype="float32",
+    config = replace(
+        exact_config(num_ranks), layout="per_token", ranks_per_node=ranks_per_node, chunk_tokens=16
     )
     heap = HeapLayout(num_ranks)
-    regions = throughput_config.carve(heap, config)
+    regions = reserve(heap, config, "exchange")
 
     def program(transport: Transport) -> Tensor:
-        mode = Throughput(Group(transport), config, regions)
-        model = make_model(
-            owned(transport.rank, num_ranks),
-            lambda packed: ThroughputExperts(
-                mode, CpuKernels(is_invariant=True), packed, patience=Patience(TIMEOUT_MS)
-            ),
-        )
+        model = make_model(placed(transport, config, regions))
         return run_text(model, transport.rank)
 
     alone = make_model()
@@ -192,17 +161,16 @@ def test_sums_per_rank_agree_with_one_rank_up_to_rounding() -> None:
 def test_a_missing_rank_ends_the_layer_with_an_error_that_names_it() -> None:
     config = exact_config(2)
     heap = HeapLayout(2)
-    regions = low_latency_config.carve(heap, config)
+    regions = reserve(heap, config, "exchange")
 
     def program(transport: Transport) -> None:
         if transport.rank == 1:
             raise RuntimeError("this rank's step failed")
-        mode = LowLatency(Group(transport), config, regions)
-        experts = LowLatencyExperts(
-            mode, CpuKernels(is_invariant=True), None, patience=Patience(50.0)
-        )
+        dispatcher = placed(transport, config, regions)
+        dispatcher.timeouts.dispatch_ms = 50.0
+        experts = dispatcher.routed(None, "model.layers.3.mlp")
         ids_TK, weights_TK = torch.tensor([[0, 1]]), torch.ones(1, 2)
-        with pytest.raises(CallFailed, match=r"dispatch of epoch 1: late: ranks \[1\]"):
+        with pytest.raises(CallFailed, match=r"mlp: dispatch of epoch 1: late: ranks \[1\]"):
             experts(torch.zeros(1, config.hidden), ids_TK, weights_TK)
 
     results = LoopbackGroup(2, heap.num_bytes).run(program)

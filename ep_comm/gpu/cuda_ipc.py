@@ -1,6 +1,6 @@
 """Ranks of one host with GPUs: each maps the others' heaps through CUDA's memory handles.
 
-A put is an asynchronous copy on the stream, a signal a kernel behind it that stores with release at
+A put is an asynchronous copy on the stream, a signal a kernel after it that stores with release at
 system scope; a stream runs in its order, so a fence has nothing to do.
 """
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from whalepod.ep_comm.transport.device import DeviceTransport, import_cupy
+from whalepod.ep_comm.gpu.device import DeviceTransport, import_cupy
 from whalepod.ep_comm.transport.interface import Topology
 
 if TYPE_CHECKING:

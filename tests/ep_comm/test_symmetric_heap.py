@@ -14,17 +14,16 @@ import torch
 from tests.ep_comm.groups import TIMEOUT_MS
 from tests.ep_comm.transports import RUNNERS
 from whalepod.ep_comm.group import Group
-from whalepod.ep_comm.modes.low_latency import LowLatency
 from whalepod.ep_comm.row_kernels import loops, phases
 from whalepod.ep_comm.rows import RowDtype
-from whalepod.ep_comm.traffic import GroupHeap, Traffic, warm_up
+from whalepod.ep_comm.symmetric_heap import GroupConfig, SymmetricHeap, warm_up
 from whalepod.ep_comm.transport.interface import Transport
 
 Signatures = dict[str, set[tuple[Any, ...]]]
 LOOPS = ("destinations", "pack", "spread", "collect", "combine", "add_rows", "unpack")
 PHASES = ("send_dispatch", "receive_dispatch", "combine")
 WATCHED = [*((loops, name) for name in LOOPS), *((phases, name) for name in PHASES)]
-OF_THROUGHPUT = ("loops.add_rows", "loops.unpack")
+PER_TOKEN = ("loops.add_rows", "loops.unpack")
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> Signatures:
@@ -49,27 +48,24 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Signatures:
 def test_steps_compile_nothing_that_the_warm_up_has_not(
     dtype: RowDtype, is_exact: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    traffic = Traffic(
-        num_ranks=2, ranks_per_node=2, num_experts=8, num_choices=4, hidden=16,
+    config = GroupConfig(
+        num_ranks=2, ranks_per_node=2, num_experts=8, top_k=4, hidden=16,
         decode_tokens=3, max_tokens=5, dtype=dtype, is_exact=is_exact,
     )  # fmt: skip
     found = watch(monkeypatch)
-    warm_up(traffic)
+    warm_up(config)
     warm = {name: set(signatures) for name, signatures in found.items()}
-    heap = GroupHeap(traffic, 8)
+    heap = SymmetricHeap(config, 8)
 
     def program(transport: Transport) -> None:
         x_TH = torch.ones(2, 16, dtype=getattr(torch, dtype))
         ids_TK, weights_TK = torch.tensor([[0, 7, 1, 5], [2, 3, -1, 6]]), torch.ones(2, 4)
-        for mode in heap.modes(Group(transport)).values():
-            if isinstance(mode, LowLatency):
-                result = mode.dispatch(x_TH, ids_TK, TIMEOUT_MS)
-                mode.combine(result.rows.float(), result.handle, weights_TK, TIMEOUT_MS)
-            else:
-                received = mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS)
-                mode.combine(received.x_NH, received.routing, TIMEOUT_MS)
+        for exchange in heap.exchanges(Group(transport)).values():
+            result = exchange.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS)
+            y = result.rows if result.ranges is None else result.rows.float()
+            exchange.combine(y, result.handle, TIMEOUT_MS)
 
     for transport in ("shm", "faulty"):
         RUNNERS[transport](heap.layout, program, tmp_path)
     assert warm == found
-    assert len(found) == len(WATCHED) - is_exact * len(OF_THROUGHPUT), sorted(found)
+    assert len(found) == len(WATCHED) - is_exact * len(PER_TOKEN), sorted(found)

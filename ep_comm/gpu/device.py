@@ -1,7 +1,7 @@
 """What transports share whose heaps are GPU memory: words, waiting, and the heap as a tensor.
 
 All operations go to one stream, CuPy's null stream, which is also torch's default one: a put is
-ordered behind the kernels that made its source. Words are read and written by tiny kernels with
+ordered after the kernels that made its source. Words are read and written by tiny kernels with
 system-scope acquire and release, since neither library has a wait with a deadline.
 """
 

@@ -1,4 +1,4 @@
-"""Low-latency dispatch and combine against plain loops over all ranks' inputs, bit by bit."""
+"""Dispatch and combine by expert against plain loops over all ranks' inputs, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tests.ep_comm import worked_example as example
+from tests.ep_comm.faulty import FaultyTransport
 from tests.ep_comm.groups import (
     MUTATIONS,
     TIMEOUT_MS,
@@ -21,77 +22,66 @@ from tests.ep_comm.groups import (
     run_loopback,
 )
 from tests.equality import assert_same_bits
+from whalepod.ep_comm.config import ExchangeConfig, ExchangeRegions, reserve
+from whalepod.ep_comm.dispatched import Dispatched
+from whalepod.ep_comm.expert_exchange import ExpertExchange, LiveResultError
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.heap import HeapLayout
-from whalepod.ep_comm.modes.low_latency import LiveResultError, LowLatency
-from whalepod.ep_comm.modes.low_latency_config import (
-    LowLatencyConfig,
-    LowLatencyRegions,
-    carve,
-)
-from whalepod.ep_comm.modes.low_latency_output import Dispatched
 from whalepod.ep_comm.row_kernels.compiled import CompiledRows
 from whalepod.ep_comm.rows import dequantize_rows, quantize_rows
-from whalepod.ep_comm.transport.faulty import FaultyTransport
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
 
-NUM_EXPERTS, NUM_CHOICES, HIDDEN, MAX_TOKENS = 16, 4, 16, 6
+NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS = 16, 4, 16, 6
 
 
-def make_config(num_ranks: int, **changes: object) -> LowLatencyConfig:
+def make_config(num_ranks: int, **changes: object) -> ExchangeConfig:
     fields: dict[str, object] = {
         "num_ranks": num_ranks,
         "num_experts": NUM_EXPERTS,
-        "num_choices": NUM_CHOICES,
+        "top_k": TOP_K,
         "hidden": HIDDEN,
         "max_tokens": MAX_TOKENS,
         "dispatch_dtype": "float32",
         "combine_dtype": "float32",
     }
-    return LowLatencyConfig(**(fields | changes))  # type: ignore[arg-type]
+    return ExchangeConfig(**(fields | changes))  # type: ignore[arg-type]
 
 
-def make_heap(config: LowLatencyConfig) -> tuple[HeapLayout, LowLatencyRegions]:
+def make_heap(config: ExchangeConfig) -> tuple[HeapLayout, ExchangeRegions]:
     heap = HeapLayout(config.num_ranks)
-    return heap, carve(heap, config)
+    return heap, reserve(heap, config, "exchange")
 
 
 def make_mode(
     transport: Transport,
-    config: LowLatencyConfig,
-    regions: LowLatencyRegions,
+    config: ExchangeConfig,
+    regions: ExchangeRegions,
     *,
     is_plain: bool = False,
-) -> LowLatency:
+) -> ExpertExchange:
     """is_plain: over the transport even where its heaps are mapped."""
     rows = CompiledRows() if is_plain else None
-    return LowLatency(Group(transport), config, regions, row_kernels=rows, poison_unused=True)
+    return ExpertExchange(Group(transport), config, regions, row_kernels=rows, poison_unused=True)
 
 
-def scale_by_expert(result: Dispatched, config: LowLatencyConfig, rank: int) -> Tensor:
+def scale_by_expert(result: Dispatched, config: ExchangeConfig, rank: int) -> Tensor:
     """Play the experts: expert e multiplies by e + 1. Unused rows stay NaN."""
+    assert result.ranges is not None
     rows = result.rows
     if config.dispatch_dtype == "float8":
         assert result.scales is not None
-        rows = dequantize_rows(rows, unpack_scales(result.scales, config))
-    if config.output == "per_expert":
+        rows = dequantize_rows(rows, result.scales)
+    if config.layout == "per_expert":
         factors = torch.arange(config.num_local) + 1 + rank * config.num_local
         return rows.float() * factors[:, None, None]
     y = torch.full(rows.shape, torch.nan)
     for e, (first, count) in enumerate(
-        zip(result.first_row_E.tolist(), result.count_E.tolist(), strict=True)
+        zip(result.ranges.first_row_E.tolist(), result.count_E.tolist(), strict=True)
     ):
         of_expert = slice(first, first + count)
         y[of_expert] = rows[of_expert].float() * (1 + e + rank * config.num_local)
     return y
-
-
-def unpack_scales(scales: Tensor, config: LowLatencyConfig) -> Tensor:
-    if not config.ue8m0:
-        return scales
-    exponents = scales.clone(memory_format=torch.contiguous_format).view(torch.uint8).int()
-    return (exponents << 23).view(torch.float32)
 
 
 def expected_rows(inputs: list[Inputs], expert: int) -> list[tuple[int, int]]:
@@ -104,55 +94,46 @@ def expected_rows(inputs: list[Inputs], expert: int) -> list[tuple[int, int]]:
     ]
 
 
-def on_the_wire(x_TH: Tensor, config: LowLatencyConfig) -> Tensor:
+def on_the_wire(x_TH: Tensor, config: ExchangeConfig) -> Tensor:
     """Return the f32 values that arrive of `x_TH`."""
     if config.dispatch_dtype == "float8":
-        return dequantize_rows(*quantize_rows(x_TH, round_scale=config.round_scale))
+        return dequantize_rows(*quantize_rows(x_TH))
     return x_TH.float()
 
 
-def expected_sum(inputs: Inputs, config: LowLatencyConfig) -> Tensor:
+def expected_sum(inputs: Inputs, config: ExchangeConfig) -> Tensor:
     x_TH = on_the_wire(inputs.x_TH, config)
     back = torch.bfloat16 if config.combine_dtype == "bfloat16" else torch.float32
     y_TH = torch.zeros_like(x_TH)
-    if config.pre_reduce:
-        for rank in range(config.num_ranks):
-            part_TH = torch.zeros_like(x_TH)
-            for k in range(config.num_choices):
-                ids_T = inputs.ids_TK[:, k]
-                is_here_T = (ids_T >= 0) & (ids_T // config.num_local == rank)
-                weights_T = inputs.weights_TK[:, k] * is_here_T
-                part_TH = part_TH + (x_TH * (ids_T + 1)[:, None]) * weights_T[:, None]
-            y_TH = y_TH + part_TH.to(back).float()
-    else:
-        for k in range(config.num_choices):
-            ids_T = inputs.ids_TK[:, k]
-            rows_TH = (x_TH * (ids_T + 1)[:, None]).to(back).float()
-            y_TH = y_TH + rows_TH * (inputs.weights_TK[:, k] * (ids_T >= 0))[:, None]
+    for k in range(config.top_k):
+        ids_T = inputs.ids_TK[:, k]
+        rows_TH = (x_TH * (ids_T + 1)[:, None]).to(back).float()
+        y_TH = y_TH + rows_TH * (inputs.weights_TK[:, k] * (ids_T >= 0))[:, None]
     return y_TH.to(inputs.x_TH.dtype)
 
 
 def check_dispatched(
-    result: Dispatched, inputs: list[Inputs], config: LowLatencyConfig, rank: int
+    result: Dispatched, inputs: list[Inputs], config: ExchangeConfig, rank: int
 ) -> None:
     assert result.status.ok, result.status
+    assert result.ranges is not None
     for e in range(config.num_local):
         rows = expected_rows(inputs, rank * config.num_local + e)
         count = len(rows)
         assert int(result.count_E[e]) == count
-        first = int(result.first_row_E[e])
-        if config.output == "per_expert":
+        first = int(result.ranges.first_row_E[e])
+        if config.layout == "per_expert":
             assert first == e * config.num_ranks * config.max_tokens
         values = result.rows.reshape(-1, config.hidden)[first : first + count]
-        info = result.source_info.reshape(-1)[first : first + count]
+        info = result.info.reshape(-1)[first : first + count]
         assert info.tolist() == [token for _, token in rows]
         if rows:
             sent = torch.stack([inputs[s].x_TH[t] for s, t in rows])
             if config.dispatch_dtype == "float8":
                 assert result.scales is not None
-                scales = unpack_scales(result.scales, config)
+                scales = result.scales
                 scales = scales.reshape(-1, scales.shape[-1])[first : first + count]
-                quantized, expected_scales = quantize_rows(sent, round_scale=config.round_scale)
+                quantized, expected_scales = quantize_rows(sent)
                 assert_same_bits(expected_scales, scales)
                 assert_same_bits(quantized.view(torch.uint8), values.view(torch.uint8))
             else:
@@ -160,13 +141,16 @@ def check_dispatched(
         begin = 0
         for source in range(config.num_ranks):
             num = sum(s == source for s, _ in rows)
-            assert int(result.ranges_ER[e, source]) == (begin << 32) | num
+            assert int(result.ranges.ranges_ER[e, source]) == (begin << 32) | num
             begin += num
 
 
-def check_rest_is_poison(result: Dispatched, config: LowLatencyConfig) -> None:
+def check_rest_is_poison(result: Dispatched, config: ExchangeConfig) -> None:
+    assert result.ranges is not None
     used = torch.zeros(config.num_output_rows, dtype=torch.bool)
-    for first, count in zip(result.first_row_E.tolist(), result.count_E.tolist(), strict=True):
+    for first, count in zip(
+        result.ranges.first_row_E.tolist(), result.count_E.tolist(), strict=True
+    ):
         used[first : first + count] = True
     rest = result.rows.reshape(-1, config.hidden).float()[~used]
     assert bool(rest.isnan().all())
@@ -176,8 +160,8 @@ def check_rest_is_poison(result: Dispatched, config: LowLatencyConfig) -> None:
 class Round:
     """One dispatch and combine of all ranks, checked inside each rank's program."""
 
-    config: LowLatencyConfig
-    regions: LowLatencyRegions
+    config: ExchangeConfig
+    regions: ExchangeRegions
     seeds: tuple[int, ...]
     skew: bool = False
     dtype: torch.dtype = torch.float32
@@ -189,7 +173,7 @@ class Round:
             seed,
             config.num_ranks,
             config.num_experts,
-            config.num_choices,
+            config.top_k,
             config.hidden,
             config.max_tokens,
             dtype=self.dtype,
@@ -203,12 +187,11 @@ class Round:
         for seed in self.seeds:
             inputs = self.inputs(seed)
             mine = inputs[rank]
-            weights = mine.weights_TK if config.pre_reduce else None
-            result = mode.dispatch(mine.x_TH, mine.ids_TK, TIMEOUT_MS, weights)
+            result = mode.dispatch(mine.x_TH, mine.ids_TK, mine.weights_TK, TIMEOUT_MS)
             check_dispatched(result, inputs, config, rank)
             check_rest_is_poison(result, config)
             y = scale_by_expert(result, config, rank)
-            y_TH, status = mode.combine(y, result.handle, mine.weights_TK, TIMEOUT_MS)
+            y_TH, status = mode.combine(y, result.handle, TIMEOUT_MS)
             assert status.ok, status
             assert_same_bits(expected_sum(mine, config), y_TH)
             combined.append(y_TH)
@@ -216,10 +199,10 @@ class Round:
 
 
 def test_the_worked_example() -> None:
-    config = LowLatencyConfig(
+    config = ExchangeConfig(
         num_ranks=example.NUM_RANKS,
         num_experts=example.NUM_EXPERTS,
-        num_choices=example.NUM_CHOICES,
+        top_k=example.TOP_K,
         hidden=8,
         max_tokens=example.MAX_TOKENS,
         dispatch_dtype="float32",
@@ -231,14 +214,15 @@ def test_the_worked_example() -> None:
         rank = transport.rank
         mode = make_mode(transport, config, regions)
         x_TH = example.inputs_of(rank, config.hidden)
-        result = mode.dispatch(x_TH, example.IDS[rank], TIMEOUT_MS)
+        result = mode.dispatch(x_TH, example.IDS[rank], example.WEIGHTS[rank], TIMEOUT_MS)
         assert result.count_E.tolist() == example.EXPERT_COUNTS[rank]
+        assert result.ranges is not None
         for e, tokens in enumerate(example.SOURCE_INFO[rank]):
-            assert result.source_info[e, : len(tokens)].tolist() == tokens
-            pairs = [(int(r) >> 32, int(r) & 0xFFFFFFFF) for r in result.ranges_ER[e]]
+            assert result.info[e, : len(tokens)].tolist() == tokens
+            pairs = [(int(r) >> 32, int(r) & 0xFFFFFFFF) for r in result.ranges.ranges_ER[e]]
             assert pairs == example.RANGES[rank][e]
         y = scale_by_expert(result, config, rank)
-        y_TH, _ = mode.combine(y, result.handle, example.WEIGHTS[rank], TIMEOUT_MS)
+        y_TH, _ = mode.combine(y, result.handle, TIMEOUT_MS)
         expected = x_TH * torch.tensor(example.COMBINED_FACTORS[rank])[:, None]
         torch.testing.assert_close(y_TH, expected, rtol=1e-6, atol=0)
 
@@ -247,21 +231,11 @@ def test_the_worked_example() -> None:
 
 FORMATS: list[dict[str, object]] = [
     {},
-    {"output": "packed"},
-    {"pre_reduce": True},
+    {"layout": "packed"},
     {"dispatch_dtype": "bfloat16", "combine_dtype": "bfloat16"},
-    {"dispatch_dtype": "bfloat16", "pre_reduce": True, "output": "packed"},
+    {"dispatch_dtype": "bfloat16", "layout": "packed"},
     {"dispatch_dtype": "float8", "hidden": 256, "combine_dtype": "bfloat16"},
-    {"dispatch_dtype": "float8", "hidden": 128, "round_scale": True, "column_major": True},
-    {"dispatch_dtype": "float8", "hidden": 512, "round_scale": True, "ue8m0": True},
-    {
-        "dispatch_dtype": "float8",
-        "hidden": 512,
-        "round_scale": True,
-        "ue8m0": True,
-        "column_major": True,
-        "output": "packed",
-    },
+    {"dispatch_dtype": "float8", "hidden": 128, "layout": "packed"},
 ]
 
 
@@ -280,11 +254,11 @@ def test_every_format_equals_the_plain_loops(
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @settings(max_examples=num_examples(quick=5))
-@given(seed=st.integers(0, 2**31), skew=st.booleans(), pre_reduce=st.booleans())
+@given(seed=st.integers(0, 2**31), skew=st.booleans())
 def test_a_transport_that_delays_reorders_and_tears_changes_no_bit(
-    num_ranks: int, seed: int, skew: bool, pre_reduce: bool
+    num_ranks: int, seed: int, skew: bool
 ) -> None:
-    config = make_config(num_ranks, pre_reduce=pre_reduce)
+    config = make_config(num_ranks)
     heap, regions = make_heap(config)
     program = Round(config, regions, (seed, seed + 1, seed + 2), skew)
     assert_faults_change_nothing(heap, program, seed)
@@ -307,14 +281,16 @@ def test_phases_of_two_calls_overlap() -> None:
         rank = transport.rank
         mode = make_mode(transport, config, regions)
         inputs = [program.inputs(seed) for seed in (5, 6)]
-        sent = [mode.send_dispatch(i[rank].x_TH, i[rank].ids_TK) for i in inputs]
+        sent = [
+            mode.send_dispatch(i[rank].x_TH, i[rank].ids_TK, i[rank].weights_TK) for i in inputs
+        ]
         results = [flight.receive(TIMEOUT_MS) for flight in sent]
         back = [
             mode.send_combine(scale_by_expert(result, config, rank), result.handle)
             for result in reversed(results)
         ]
         for flight, given_ in zip(back, reversed(inputs), strict=True):
-            y_TH, status = flight.receive(given_[rank].weights_TK, TIMEOUT_MS)
+            y_TH, status = flight.receive(TIMEOUT_MS)
             assert status.ok
             assert_same_bits(expected_sum(given_[rank], config), y_TH)
 
@@ -329,16 +305,16 @@ def test_a_third_live_result_is_refused_and_a_combine_makes_room() -> None:
     def program(transport: Transport) -> None:
         mode = make_mode(transport, config, regions)
         x_TH, ids_TK = torch.ones(1, HIDDEN), torch.tensor([[0, 5, 9, -1]])
-        weights_TK = torch.ones(1, NUM_CHOICES)
-        results = [mode.dispatch(x_TH, ids_TK, TIMEOUT_MS) for _ in range(2)]
-        with pytest.raises(LiveResultError, match="combine the one of epoch 1 first"):
-            mode.send_dispatch(x_TH, ids_TK)
-        mode.combine(results[0].rows, results[0].handle, weights_TK, TIMEOUT_MS)
-        third = mode.dispatch(x_TH, ids_TK, TIMEOUT_MS)
-        with pytest.raises(LiveResultError, match="epoch 1 was combined"):
+        weights_TK = torch.ones(1, TOP_K)
+        results = [mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS) for _ in range(2)]
+        with pytest.raises(LiveResultError, match="combine that of call 1 first"):
+            mode.send_dispatch(x_TH, ids_TK, weights_TK)
+        mode.combine(results[0].rows, results[0].handle, TIMEOUT_MS)
+        third = mode.dispatch(x_TH, ids_TK, weights_TK, TIMEOUT_MS)
+        with pytest.raises(LiveResultError, match="call 1 was combined"):
             mode.send_combine(results[0].rows, results[0].handle)
         for result in (results[1], third):
-            mode.combine(result.rows, result.handle, weights_TK, TIMEOUT_MS)
+            mode.combine(result.rows, result.handle, TIMEOUT_MS)
 
     run_loopback(heap, program)
 
@@ -360,8 +336,9 @@ def test_bad_input_is_refused_before_anything_is_sent(
     [transport] = LoopbackGroup(1, heap.num_bytes).transports
     mode = make_mode(transport, config, regions)
     with pytest.raises(ValueError, match=message):
-        mode.send_dispatch(torch.zeros(x_shape), torch.tensor(ids))
-    fine = mode.dispatch(torch.zeros(0, HIDDEN), torch.zeros(0, 4, dtype=torch.int64), 1.0)
+        mode.send_dispatch(torch.zeros(x_shape), torch.tensor(ids), torch.ones(len(ids), TOP_K))
+    no_ids, no_weights = torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, 4)
+    fine = mode.dispatch(torch.zeros(0, HIDDEN), no_ids, no_weights, 1.0)
     assert fine.status.ok
     assert fine.status.epoch == 1
 
@@ -371,7 +348,8 @@ def test_bad_input_is_refused_before_anything_is_sent(
     [
         ({"num_experts": 15}, "must be a positive multiple of num_ranks"),
         ({"dispatch_dtype": "float8"}, r"hidden \(16\) must be a multiple of 128"),
-        ({"ue8m0": True}, "ue8m0 needs"),
+        ({"chunk_tokens": 2}, r"leave out chunk_tokens \(2\)"),
+        ({"layout": "packed", "ranks_per_node": 1}, r"or choose layout per_token"),
         ({"combine_dtype": "float8"}, "use bfloat16 or float32"),
         ({"max_tokens": 0}, r"max_tokens \(0\)"),
     ],
@@ -388,8 +366,8 @@ def test_a_token_travels_once_to_each_rank_that_it_hits() -> None:
     def program(transport: Transport) -> None:
         mode = make_mode(transport, config, regions)
         ids_TK = torch.tensor([[0, 1, 2, 3], [0, 4, 8, 9], [-1, -1, -1, -1]])
-        mode.send_dispatch(torch.zeros(3, HIDDEN), ids_TK).receive(TIMEOUT_MS)
-        copies = mode.outbox.sent_bytes_R // config.dispatch_format.num_bytes
+        mode.send_dispatch(torch.zeros(3, HIDDEN), ids_TK, torch.ones(3, 4)).receive(TIMEOUT_MS)
+        copies = mode.send_buffer.sent_bytes_R // config.dispatch_format.num_bytes
         assert copies.tolist() == [2, 1, 1, 0]
 
     run_loopback(heap, program)

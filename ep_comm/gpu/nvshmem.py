@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from whalepod.ep_comm.transport.device import DeviceTransport, import_cupy
+from whalepod.ep_comm.gpu.device import DeviceTransport, import_cupy
 from whalepod.ep_comm.transport.interface import Topology
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What moves rows between GPUs: transports over CUDA IPC and NVSHMEM, an exchange in kernels."""
