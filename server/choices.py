@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # launchers choose a transport, and load no torch for it
 
 def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
     """Return the operations of the device, compiled. Raises StartupError."""
-    from whalepod.kernels.cpu import CpuKernels, Int8CpuKernels
+    from whalepod.kernels.cpu import CpuKernels
     from whalepod.kernels.reference import ReferenceKernels
     from whalepod.kernels.reference_int8 import Int8ReferenceKernels
     from whalepod.models.source import compiled_code_folder
@@ -31,10 +31,10 @@ def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
         raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
     if device.kernels == "reference":
         return Int8ReferenceKernels() if is_int8 else ReferenceKernels()
-    kind = Int8CpuKernels if is_int8 else CpuKernels
-    kernels = kind(
+    kernels = CpuKernels(
         num_threads=device.num_threads or None,
         is_invariant=device.batch_invariant,
+        is_int8=is_int8,
         code_folder=compiled_code_folder(),
     )
     kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))

@@ -18,9 +18,20 @@ At 8,192 keys the rows alone take 690 to 750 us to read.
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from collections import namedtuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from whalepod.kernels.cpu.abi import (
+    ParallelKernel,
+    arguments,
+    items,
+    kernel_part,
+    record,
+    thread_number,
+)
 from whalepod.kernels.cpu.attention_tiles import (
     COLUMN_BLOCK,
     LANES,
@@ -32,7 +43,10 @@ from whalepod.kernels.cpu.attention_tiles import (
     pack_queries,
     write_pairs,
 )
+from whalepod.kernels.cpu.elementwise import ElementwiseOperations
 from whalepod.kernels.cpu.exponentials import exp_f32, exp_of_scores
+from whalepod.kernels.cpu.linear import LinearOperations
+from whalepod.kernels.cpu.packed import PackedLinear
 from whalepod.kernels.cpu.rows import dot_rows, mix_rows
 from whalepod.kernels.cpu.simd import (
     address_of,
@@ -44,16 +58,9 @@ from whalepod.kernels.cpu.simd import (
     pointer_like,
     store,
 )
-from whalepod.kernels.cpu.thread_pool import (
-    ParallelKernel,
-    argument,
-    argument_f64,
-    finish,
-    take,
-    wait_for,
-)
 from whalepod.kernels.cpu.tiles import end_tiles, has_tiles, start_tiles
 from whalepod.kernels.cpu.vectors import row_max, row_sum
+from whalepod.kernels.cpu.workspace import Workspace, aligned
 from whalepod.kernels.interface import BLOCK_TOKENS
 
 CHUNK_TOKENS = 512
@@ -85,103 +92,127 @@ def tile_scratch_bytes(width: int) -> int:
     return 2 * LANES * width + _TILE_SPARE + PASS_PAGES * 2 * BLOCK_TOKENS * width
 
 
-@njit
-def _count_keys(token, query_start, context_lens, num_requests):
+_AttentionArguments = record(
+    "num_tokens num_heads width rank num_requests table_width",
+    "num_chunks",  # Chunks that are computed apart; 0: one thread walks them all
+    "first_key heads_per_item q:values token_stride head_stride cache:values query_start:i32",
+    "context_lens:i32 tables:i32 out:values lse:f32",
+    "partial_o:f32",  # `[T, N, chunks, R]`
+    "partial_stats:f32",  # `[T, N, chunks, 2]`
+    # Of each thread: what attends to a chunk, then f32 o `[2, heads per item, R]` and stats `[2,
+    # heads per item, 2]`
+    "scratch",
+    "scratch_bytes bytes_before_o uses_tiles:bool scale:float",
+)
+
+
+_Memory = namedtuple("_Memory", "start o stats new_o new_stats")
+"""A thread's own: o unnormalised, stats the maximum and the sum of exponentials; and those of its
+newest chunk."""
+
+
+@kernel_part
+def _memory_of(a, thread):
+    start = a.scratch + thread * a.scratch_bytes
+    o = f32_pointer(start + a.bytes_before_o)
+    new_o = advance(o, a.heads_per_item * a.rank)
+    stats = advance(new_o, a.heads_per_item * a.rank)
+    return _Memory(start, o, stats, new_o, advance(stats, a.heads_per_item * 2))
+
+
+@kernel_part
+def _count_keys(a, token):
     """Return the request of a token and how many keys it sees."""
-    for b in range(num_requests):
-        start, end = np.int64(load(query_start, b)), np.int64(load(query_start, b + 1))
+    for b in range(a.num_requests):
+        start, end = np.int64(load(a.query_start, b)), np.int64(load(a.query_start, b + 1))
         if start <= token < end:
-            return b, np.int64(load(context_lens, b)) - (end - 1 - token)
+            return b, np.int64(load(a.context_lens, b)) - (end - 1 - token)
     return 0, 0
 
 
-@njit
-def _run_of_rows(cache, width, table, position, most):
+@kernel_part
+def _run_of_rows(a, table, position, most):
     """Return where the row of a position lies, and how many (at most `most`) follow each other."""
     offset = position % _BLOCK_TOKENS
     page = np.int64(load(table, position // _BLOCK_TOKENS)) * _BLOCK_TOKENS
-    return advance(cache, (page + offset) * width), min(_BLOCK_TOKENS - offset, most)
+    return advance(a.cache, (page + offset) * a.width), min(_BLOCK_TOKENS - offset, most)
 
 
-@njit
-def _attend_chunk(
-    q,
-    head_stride,
-    num_heads,
-    cache,
-    width,
-    rank,
-    table,
-    first,
-    num_keys,
-    scale,
-    scores,
-    p,
-    o,
-    stats,
-):
-    """Attend to keys first .. first + num_keys; o [heads, R] unnormalised, stats [heads, 2].
-
-    stats holds the maximum and the sum of exponentials of each head.
-    """
+@kernel_part
+def _score(a, q, num_heads, table, first, num_keys, scores):
+    """Set scores[head, key] to the products of queries with keys."""
     done = 0
     while done < num_keys:
-        rows, count = _run_of_rows(cache, width, table, first + done, num_keys - done)
+        rows, count = _run_of_rows(a, table, first + done, num_keys - done)
         target = advance(scores, done)
-        dot_rows(q, None, head_stride, num_heads, rows, width, count, width, target, CHUNK_TOKENS)
+        dot_rows(q, a.head_stride, num_heads, rows, a.width, count, a.width, target, CHUNK_TOKENS)
         done += count
-    for head in range(num_heads):
-        row, weights = advance(scores, head * CHUNK_TOKENS), advance(p, head * CHUNK_TOKENS)
-        largest = row_max(row, num_keys) * scale
-        exp_of_scores(row, num_keys, scale, largest, weights)
-        store(stats, 2 * head, largest)
-        store(stats, 2 * head + 1, row_sum(row, num_keys))
+
+
+@kernel_part
+def _mix(a, weights, num_heads, table, first, num_keys, o):
+    """Set o[head] to the sum of the values, weighted."""
     done = 0
     while done < num_keys:
-        rows, count = _run_of_rows(cache, width, table, first + done, num_keys - done)
-        weights = advance(p, done)
-        mix_rows(weights, CHUNK_TOKENS, num_heads, rows, width, count, rank, o, rank, done > 0)
+        rows, count = _run_of_rows(a, table, first + done, num_keys - done)
+        part = advance(weights, done)
+        mix_rows(part, CHUNK_TOKENS, num_heads, rows, a.width, count, a.rank, o, a.rank, done > 0)
         done += count
 
 
-@njit
-def _attend_by_tiles(
-    panel, cache, width, rank, table, first, end, scale, own_address, o, stats, block
-):  # fmt: skip
+@kernel_part
+def _attend_chunk(a, own, q, num_heads, table, first, num_keys):
+    """Attend to keys first .. first + num_keys: set `new_o` and `new_stats`."""
+    scores = f32_pointer(own.start)
+    weights = pointer_like(a.q, own.start + a.heads_per_item * CHUNK_TOKENS * 4)
+    _score(a, q, num_heads, table, first, num_keys, scores)
+    for head in range(num_heads):
+        row = advance(scores, head * CHUNK_TOKENS)
+        largest = row_max(row, num_keys) * a.scale
+        exp_of_scores(row, num_keys, a.scale, largest, advance(weights, head * CHUNK_TOKENS))
+        store(own.new_stats, 2 * head, largest)
+        store(own.new_stats, 2 * head + 1, row_sum(row, num_keys))
+    _mix(a, weights, num_heads, table, first, num_keys, own.new_o)
+
+
+@kernel_part
+def _attend_by_tiles(a, own, table, first, end):
     """Attend to keys first .. end of one chunk, see `_attend_chunk`; o is in the order of pairs.
 
-    The scratch at `own_address` is that of `tile_scratch_bytes`, without the panel.
+    The scratch is that of `tile_scratch_bytes`; it begins with the packed queries.
     """
-    running, pages = f32_pointer(own_address), i64_pointer(own_address + 3 * 4 * LANES)
-    ends = i32_pointer(own_address + 4 * 4 * LANES)
-    tiles, scores = own_address + _TILE_HEAD_BYTES, f32_pointer(own_address + _TILE_SCORES)
-    spares = pointer_like(block, own_address + _TILE_SPARE)
-    page_values = _BLOCK_TOKENS * width
+    start = own.start + 2 * LANES * a.width
+    running, pages = f32_pointer(start), i64_pointer(start + 3 * 4 * LANES)
+    ends = i32_pointer(start + 4 * 4 * LANES)
+    tiles, scores = start + _TILE_HEAD_BYTES, f32_pointer(start + _TILE_SCORES)
+    spares = pointer_like(a.q, start + _TILE_SPARE)
+    page_values = _BLOCK_TOKENS * a.width
     first_page, last_page = first // _BLOCK_TOKENS, (end - 1) // _BLOCK_TOKENS
     start_tiles()
     for page in range(first_page, last_page + 1, PASS_PAGES):
-        count, start = min(PASS_PAGES, last_page + 1 - page), page * _BLOCK_TOKENS
+        count, page_start = min(PASS_PAGES, last_page + 1 - page), page * _BLOCK_TOKENS
         for i in range(count):
-            rows = advance(cache, np.int64(load(table, page + i)) * page_values)
-            low, high = first - start - i * _BLOCK_TOKENS, end - start - i * _BLOCK_TOKENS
+            rows = advance(a.cache, np.int64(load(table, page + i)) * page_values)
+            low, high = first - page_start - i * _BLOCK_TOKENS, end - page_start - i * _BLOCK_TOKENS
             if low > 0 or high < _BLOCK_TOKENS:  # what is in the rows of others must not be read
                 spare = advance(spares, i * page_values)
-                copy_page(rows, low, high, width, width, spare)
+                copy_page(rows, low, high, a.width, a.width, spare)
                 rows = spare
             store(pages, i, address_of(rows))
         for lane in range(LANES):
-            store(ends, lane, np.int32(end - start))
+            store(ends, lane, np.int32(end - page_start))
         attend_pages(
-            panel, width // STEP, pages, 2 * width, pages, 2 * width, count, rank,
-            max(first - start, 0), ends, scale, scores, tiles, page == first_page, o, running,
+            pointer_like(a.q, own.start), a.width // STEP, pages, 2 * a.width, pages, 2 * a.width,
+            count, a.rank, max(first - page_start, 0), ends, a.scale, scores, tiles,
+            page == first_page, own.new_o, running,
         )  # fmt: skip
     end_tiles()
     for lane in range(LANES):
-        store(stats, 2 * lane, load(running, lane))
-        store(stats, 2 * lane + 1, load(running, LANES + lane))
+        store(own.new_stats, 2 * lane, load(running, lane))
+        store(own.new_stats, 2 * lane + 1, load(running, LANES + lane))
 
 
-@njit
+@kernel_part
 def _merge(o, stats, new_o, new_stats, rank):
     """Merge a chunk into what the chunks before it gave, for one head."""
     old_max, new_max = load(stats, 0), load(new_stats, 0)
@@ -194,7 +225,7 @@ def _merge(o, stats, new_o, new_stats, rank):
     store(stats, 1, total)
 
 
-@njit
+@kernel_part
 def _copy(o, stats, new_o, new_stats, rank):
     for i in range(rank):
         store(o, i, load(new_o, i))
@@ -202,132 +233,167 @@ def _copy(o, stats, new_o, new_stats, rank):
     store(stats, 1, load(new_stats, 1))
 
 
-@njit
-def _write_head(o, stats, rank, has_keys, is_paired, out, lse):
+@kernel_part
+def _keep_chunk(a, own, row, num_heads, chunk, is_first):
+    """Merge the newest chunk into those before, or store it apart."""
+    for head in range(num_heads):
+        source, source_stats = advance(own.new_o, head * a.rank), advance(own.new_stats, 2 * head)
+        target, target_stats = advance(own.o, head * a.rank), advance(own.stats, 2 * head)
+        if a.num_chunks > 0:
+            place = (row + head) * a.num_chunks + chunk
+            target = advance(a.partial_o, place * a.rank)
+            target_stats = advance(a.partial_stats, place * 2)
+        if is_first:
+            _copy(target, target_stats, source, source_stats, a.rank)
+        else:
+            _merge(target, target_stats, source, source_stats, a.rank)
+
+
+@kernel_part
+def _write_head(a, row, o, stats, has_keys):
+    """Normalise what was summed for one head of a token, row `[T, N]` of the results."""
+    out, lse = advance(a.out, row * a.rank), advance(a.lse, row)
     if not has_keys:
-        for i in range(rank):
+        for i in range(a.rank):
             store(out, i, np.float32(0.0))
         store(lse, 0, np.float32(-np.inf))
         return
     total = load(stats, 1)
-    if is_paired:
-        write_pairs(o, total, rank, out)
+    if has_tiles(a.q) and a.uses_tiles:
+        write_pairs(o, total, a.rank, out)
     else:
-        for i in range(rank):
+        for i in range(a.rank):
             store(out, i, load(o, i) / total)
     store(lse, 0, load(stats, 0) + np.float32(np.log(total)))
 
 
+@kernel_part
+def _attend(a, own, apart, token, head):
+    """Attend with some heads of a token to all its chunks, or to the one of number `apart`."""
+    num_heads = min(a.heads_per_item, a.num_heads - head)
+    request, num_keys = _count_keys(a, token)
+    table = advance(a.tables, request * a.table_width)
+    q, row = advance(a.q, token * a.token_stride + head * a.head_stride), token * a.num_heads + head
+    chunk, last_chunk = a.first_key // CHUNK_TOKENS, (num_keys - 1) // CHUNK_TOKENS
+    if num_keys <= a.first_key:
+        chunk, last_chunk = 0, -1
+    if a.num_chunks > 0:
+        chunk, last_chunk = max(chunk, apart), min(last_chunk, apart)
+    uses_tiles = has_tiles(a.q) and a.uses_tiles
+    if uses_tiles and chunk <= last_chunk:
+        pack_queries(q, a.head_stride, num_heads, a.width // STEP, pointer_like(q, own.start))
+    is_first = True
+    while chunk <= last_chunk:
+        first = max(a.first_key, chunk * CHUNK_TOKENS)
+        end = min(num_keys, (chunk + 1) * CHUNK_TOKENS)
+        if uses_tiles:
+            _attend_by_tiles(a, own, table, first, end)
+        else:
+            _attend_chunk(a, own, q, num_heads, table, first, end - first)
+        _keep_chunk(a, own, row, num_heads, chunk, is_first)
+        is_first = False
+        chunk += 1
+    if a.num_chunks == 0:
+        for h in range(num_heads):
+            o, stats = advance(own.o, h * a.rank), advance(own.stats, 2 * h)
+            _write_head(a, row + h, o, stats, num_keys > a.first_key)
+
+
+@kernel_part
+def _merge_chunks(a, row):
+    """Merge what was computed apart for one head of a token."""
+    _, num_keys = _count_keys(a, row // a.num_heads)
+    first = row * a.num_chunks + a.first_key // CHUNK_TOKENS
+    o, stats = advance(a.partial_o, first * a.rank), advance(a.partial_stats, 2 * first)
+    for place in range(first + 1, row * a.num_chunks - (-num_keys // CHUNK_TOKENS)):
+        chunk_o = advance(a.partial_o, place * a.rank)
+        _merge(o, stats, chunk_o, advance(a.partial_stats, place * 2), a.rank)
+    _write_head(a, row, o, stats, num_keys > a.first_key)
+
+
 def _attention_kernel(block):
-    """Arguments: T, N, C, R, B, M, chunks that are computed apart (0: one thread walks them all),
-    first key, heads per item, q, its strides of T and N, cache, query_start, context_lens,
-    block_tables, out, lse, and scratch: partial o f32 [T, N, chunks, R], partial stats f32
-    [T, N, chunks, 2], memory of each thread, its bytes, and those before its o; whether tiles are
-    used; softmax scale.
-
-    A thread's memory: what attends to a chunk, then f32 o [2, heads per item, R] and stats
-    [2, heads per item, 2].
-    """
-    num_tokens, num_heads = argument(block, 0), argument(block, 1)
-    width, rank, num_requests = argument(block, 2), argument(block, 3), argument(block, 4)
-    table_width, num_chunks, first_key = argument(block, 5), argument(block, 6), argument(block, 7)
-    heads_per_item = argument(block, 8)
-    q = pointer_like(block, argument(block, 9))
-    token_stride, head_stride = argument(block, 10), argument(block, 11)
-    cache = pointer_like(block, argument(block, 12))
-    query_start, context_lens = i32_pointer(argument(block, 13)), i32_pointer(argument(block, 14))
-    tables = i32_pointer(argument(block, 15))
-    out, lse = pointer_like(block, argument(block, 16)), f32_pointer(argument(block, 17))
-    partial_o, partial_stats = f32_pointer(argument(block, 18)), f32_pointer(argument(block, 19))
-    own_address = argument(block, 20) + take(block, 3) * argument(block, 21)
-    uses_tiles = has_tiles(q) and argument(block, 23) != 0
-    scores = f32_pointer(own_address)
-    p = pointer_like(block, own_address + heads_per_item * CHUNK_TOKENS * 4)
-    panel, after_panel = pointer_like(block, own_address), own_address + 2 * LANES * width
-    o = f32_pointer(own_address + argument(block, 22))
-    new_o = advance(o, heads_per_item * rank)
-    stats = advance(new_o, heads_per_item * rank)
-    new_stats = advance(stats, heads_per_item * 2)
-    scale = np.float32(argument_f64(block, 24))
-
-    head_groups = -(-num_heads // heads_per_item)
-    per_chunk = num_tokens * head_groups  # items of a chunk side by side: it is in the caches
-    while True:
-        item = take(block, 0)
-        if item >= per_chunk * max(num_chunks, 1):
-            break
-        apart, token, group = (
-            item // per_chunk, item % per_chunk // head_groups, item % head_groups,
-        )  # fmt: skip
-        head = group * heads_per_item
-        heads = min(heads_per_item, num_heads - head)
-        request, num_keys = _count_keys(token, query_start, context_lens, num_requests)
-        table = advance(tables, request * table_width)
-        queries = advance(q, token * token_stride + head * head_stride)
-        row = token * num_heads + head
-        chunk, last_chunk = first_key // CHUNK_TOKENS, (num_keys - 1) // CHUNK_TOKENS
-        if num_keys <= first_key:
-            chunk, last_chunk = 0, -1
-        if num_chunks > 0:
-            chunk, last_chunk = max(chunk, apart), min(last_chunk, apart)
-        if uses_tiles and chunk <= last_chunk:
-            pack_queries(queries, head_stride, heads, width // STEP, panel)
-        is_first = True
-        while chunk <= last_chunk:
-            first = max(first_key, chunk * CHUNK_TOKENS)
-            end = min(num_keys, (chunk + 1) * CHUNK_TOKENS)
-            if uses_tiles:
-                _attend_by_tiles(
-                    panel, cache, width, rank, table, first, end, scale, after_panel, new_o,
-                    new_stats, block,
-                )  # fmt: skip
-            else:
-                _attend_chunk(
-                    queries, head_stride, heads, cache, width, rank, table, first, end - first,
-                    scale, scores, p, new_o, new_stats,
-                )  # fmt: skip
-            for h in range(heads):
-                target, source = advance(o, h * rank), advance(new_o, h * rank)
-                target_stats, source_stats = advance(stats, 2 * h), advance(new_stats, 2 * h)
-                if num_chunks > 0:
-                    place = (row + h) * num_chunks + chunk
-                    target = advance(partial_o, place * rank)
-                    target_stats = advance(partial_stats, place * 2)
-                if is_first:
-                    _copy(target, target_stats, source, source_stats, rank)
-                else:
-                    _merge(target, target_stats, source, source_stats, rank)
-            is_first = False
-            chunk += 1
-        if num_chunks == 0:
-            for h in range(heads):
-                target, target_lse = advance(out, (row + h) * rank), advance(lse, row + h)
-                own_o, own_stats, has_keys = (
-                    advance(o, h * rank), advance(stats, 2 * h), num_keys > first_key,
-                )  # fmt: skip
-                _write_head(own_o, own_stats, rank, has_keys, uses_tiles, target, target_lse)
-        finish(block, 0)
-    if num_chunks == 0:
+    a = arguments(block, _AttentionArguments)
+    own = _memory_of(a, thread_number(block))
+    head_groups = -(-a.num_heads // a.heads_per_item)
+    per_chunk = a.num_tokens * head_groups  # items of a chunk side by side: it is in the caches
+    for item in items(block, 0, per_chunk * max(a.num_chunks, 1), is_last=a.num_chunks == 0):
+        apart, rest = item // per_chunk, item % per_chunk
+        _attend(a, own, apart, rest // head_groups, rest % head_groups * a.heads_per_item)
+    if a.num_chunks == 0:
         return
-    wait_for(block, 0, per_chunk * num_chunks)
-    while True:
-        row = take(block, 1)
-        if row >= num_tokens * num_heads:
-            return
-        _, num_keys = _count_keys(row // num_heads, query_start, context_lens, num_requests)
-        first = row * num_chunks + first_key // CHUNK_TOKENS
-        first_o = advance(partial_o, first * rank)
-        first_stats = advance(partial_stats, 2 * first)
-        for place in range(first + 1, row * num_chunks - (-num_keys // CHUNK_TOKENS)):
-            chunk_o, chunk_stats = (
-                advance(partial_o, place * rank),
-                advance(partial_stats, place * 2),
-            )
-            _merge(first_o, first_stats, chunk_o, chunk_stats, rank)
-        target, target_lse, has_keys = (
-            advance(out, row * rank), advance(lse, row), num_keys > first_key,
+    for row in items(block, 1, a.num_tokens * a.num_heads, is_last=True):
+        _merge_chunks(a, row)
+
+
+ATTENTION = ParallelKernel(_attention_kernel, _AttentionArguments)
+
+
+class AttentionOperations:
+    """The part of `Kernels` that attends over the cache."""
+
+    def __init__(
+        self,
+        work: Workspace,
+        rows: ElementwiseOperations,
+        products: LinearOperations,
+        has_tiles: bool,
+    ) -> None:
+        self._work, self._has_tiles = work, has_tiles
+        self._rows, self._products = rows, products
+
+    def absorb_queries(
+        self, q_TND: Tensor, w_uk: PackedLinear, positions_T: Tensor, cos_sin_SD: Tensor
+    ) -> Tensor:
+        num_tokens, num_heads, width = q_TND.shape
+        rope, rank = cos_sin_SD.shape[1], w_uk.num_columns
+        q_TNC = self._work.new((num_tokens, num_heads, rank + rope), q_TND.dtype)
+        latent_TNR, turned_TND = q_TNC[..., :rank], q_TNC[..., rank:]
+        self._products.linear_into(q_TND[..., : width - rope], w_uk, latent_TNR)
+        self._rows.rope_into(q_TND[..., width - rope :], positions_T, cos_sin_SD, turned_TND)
+        return q_TNC
+
+    def mla_attention(
+        self,
+        q_TNC: Tensor,
+        cache_PBC: Tensor,
+        query_start_B1: Tensor,
+        context_lens_B: Tensor,
+        block_tables_BM: Tensor,
+        softmax_scale: float,
+        latent_rank: int,
+        first_key: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, num_heads, width = q_TNC.shape
+        num_requests, table_width = block_tables_BM.shape
+        out_TNR = self._work.new((num_tokens, num_heads, latent_rank), q_TNC.dtype)
+        lse_TN = self._work.new((num_tokens, num_heads), torch.float32)
+        num_threads = self._work.num_threads
+        uses_tiles = (
+            self._has_tiles and q_TNC.dtype == torch.bfloat16 and fits_tiles(width, latent_rank)
+        )
+        heads_per_item, num_chunks = MAX_HEADS_PER_ITEM, 0
+        if num_tokens < 4 * num_threads and num_tokens * num_threads > 1:
+            num_chunks = -(-table_width * BLOCK_TOKENS // CHUNK_TOKENS)
+            if not uses_tiles:
+                heads_per_item //= 2
+        bytes_before_o = 8 * heads_per_item * CHUNK_TOKENS
+        if uses_tiles:
+            bytes_before_o = tile_scratch_bytes(width)
+        own_bytes = aligned(bytes_before_o + 8 * heads_per_item * (latent_rank + 2))
+        num_partial = num_tokens * num_heads * num_chunks
+        partial_bytes = aligned(4 * num_partial * (latent_rank + 2))
+        partial = self._work.borrow(partial_bytes + own_bytes * num_threads)
+        attention = _AttentionArguments(
+            num_tokens=num_tokens, num_heads=num_heads, width=width, rank=latent_rank,
+            num_requests=num_requests, table_width=table_width, num_chunks=num_chunks,
+            first_key=first_key, heads_per_item=heads_per_item, q=q_TNC.data_ptr(),
+            token_stride=q_TNC.stride(0), head_stride=q_TNC.stride(1), cache=cache_PBC.data_ptr(),
+            query_start=query_start_B1.data_ptr(), context_lens=context_lens_B.data_ptr(),
+            tables=block_tables_BM.data_ptr(), out=out_TNR.data_ptr(), lse=lse_TN.data_ptr(),
+            partial_o=partial, partial_stats=partial + 4 * num_partial * latent_rank,
+            scratch=partial + partial_bytes, scratch_bytes=own_bytes, bytes_before_o=bytes_before_o,
+            uses_tiles=uses_tiles, scale=softmax_scale,
         )  # fmt: skip
-        _write_head(first_o, first_stats, rank, has_keys, uses_tiles, target, target_lse)
-
-
-ATTENTION = ParallelKernel(_attention_kernel, "24qd")
+        num_items = num_tokens * -(-num_heads // heads_per_item) * max(num_chunks, 1)
+        self._work.run(ATTENTION, q_TNC.dtype, num_items, attention)
+        return out_TNR, lse_TN

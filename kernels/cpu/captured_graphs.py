@@ -16,23 +16,22 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whalepod.kernels.cpu.simd import i64_pointer, load, store
-from whalepod.kernels.cpu.thread_pool import (
-    BLOCK_BYTES,
-    HEADER,
-    CapturedCall,
+from whalepod.kernels.cpu.abi import (
+    NUM_COUNTERS,
     ParallelKernel,
-    ThreadPool,
-    argument,
-    call_for_count,
-    call_kernel,
+    arguments,
     finish,
-    take,
+    record,
+    thread_number,
     wait_patiently,
 )
+from whalepod.kernels.cpu.simd import i64_pointer, intrinsic, load, store
+from whalepod.kernels.cpu.thread_pool import BLOCK_BYTES, CapturedCall, ThreadPool
 
 MAX_GRAPHS = 256
 MAX_REMEMBERED = 1024
@@ -40,26 +39,55 @@ MAX_REMEMBERED = 1024
 SMALLEST_PIECE_BYTES = 4096
 
 
+_ReplayArguments = record(
+    "num_kernels",
+    "table:i64",  # Addresses of machine code and block of each kernel, side by side
+    "count_threads",  # The address of `omp_get_num_threads`; 0: there is one thread
+)
+
+
 def _replay_kernel(block):
-    """Run kernels in turn, each when all threads have left the one before.
-
-    Arguments: kernels, table of (machine code, argument block) addresses, address of
-    `omp_get_num_threads` (0: there is one thread).
-    """
-    num_kernels, table = argument(block, 0), i64_pointer(argument(block, 1))
-    num_threads = call_for_count(argument(block, 2)) if argument(block, 2) else 1
-    thread = take(block, 0)
-    for i in range(num_kernels):
-        call_kernel(load(table, 2 * i), load(table, 2 * i + 1))
-        finish(block, 1)
-        wait_patiently(block, 1, (i + 1) * num_threads)
+    """Run kernels in turn, each when all threads have left the one before."""
+    a = arguments(block, _ReplayArguments)
+    num_threads = call_for_count(a.count_threads) if a.count_threads else 1
+    thread = thread_number(block)
+    for i in range(a.num_kernels):
+        call_kernel(load(a.table, 2 * i), load(a.table, 2 * i + 1))
+        finish(block, 0)
+        wait_patiently(block, 0, (i + 1) * num_threads)
         if thread == 0:  # no thread looks at it until the graph runs again
-            header = i64_pointer(load(table, 2 * i + 1))
-            for counter in range(HEADER):
-                store(header, counter, 0)
+            counters = i64_pointer(load(a.table, 2 * i + 1))
+            for index in range(NUM_COUNTERS):
+                store(counters, index, 0)
 
 
-REPLAY = ParallelKernel(_replay_kernel, "3q")
+@intrinsic
+def call_kernel(typingctx, code, block):
+    """Call the machine code of a kernel at an address with the block at another."""
+
+    def codegen(context, builder, signature, args):
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte])
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        builder.call(function, [builder.inttoptr(args[1], byte)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def call_for_count(typingctx, code):
+    """Call a C function `int f(void)` at an address."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.IntType(32), [])
+        count = builder.call(builder.inttoptr(args[0], kind.as_pointer()), [])
+        return builder.zext(count, ir.IntType(64))
+
+    return types.int64(types.int64), codegen
+
+
+REPLAY = ParallelKernel(_replay_kernel, _ReplayArguments)
 
 
 class _KernelRun:
@@ -70,17 +98,16 @@ class _KernelRun:
         first = -memory.ctypes.data % BLOCK_BYTES
         self._memory = memory
         self._table = np.zeros((len(calls), 2), dtype=np.int64)
-        for i, (code, arguments) in enumerate(calls):
+        for i, (code, block) in enumerate(calls):
             start = first + i * BLOCK_BYTES
-            memory[start : start + len(arguments)] = np.frombuffer(arguments, dtype=np.uint8)
+            memory[start : start + len(block)] = np.frombuffer(block, dtype=np.uint8)
             self._table[i] = code, memory.ctypes.data + start
-        self._address = self._table.ctypes.data
 
     def run(self, pool: ThreadPool, dtype: torch.dtype) -> None:
-        pool.run(
-            REPLAY, dtype, pool.num_threads, len(self._table), self._address,
-            pool.count_threads_address,
-        )  # fmt: skip
+        arguments = _ReplayArguments(
+            len(self._table), self._table.ctypes.data, pool.count_threads_address
+        )
+        pool.run(REPLAY, dtype, pool.num_threads, arguments)
 
 
 class CapturedGraph:
@@ -191,7 +218,7 @@ class CapturedGraphs:
         captured.append(call)
         return result
 
-    def run(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+    def replay(self, key: Hashable, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
         """Run the graph of a key; capture it when the key comes for the second time."""
         if self.is_capturing:  # a part of what is captured; its own graph would use its memory
             return compute()

@@ -1,51 +1,81 @@
-"""Gated MLPs in one parallel kernel: all routed experts of a step, or a dense one.
+"""Gated MLPs in one kernel: all routed experts of a step, or a dense one.
 
 Tokens are grouped by expert, so each weight comes from memory once for all tokens that chose its
-expert. Stages: sort, gather the rows, gate and up with SwiGLU, then down with the weighted sum.
+expert. Stages: sort (and quantise rows for int8), gather the rows, gate and up with SwiGLU, then
+down with the weighted sum. A dense MLP is one expert that all tokens go through, in parts of 256.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import torch
 from numba import njit
+from torch import Tensor
 
-from whalepod.kernels.cpu.exponentials import gate_group, store_sums
-from whalepod.kernels.cpu.packed_tiles import (
-    BLOCK_COLUMNS,
-    BLOCK_GROUPS,
-    BLOCK_ROWS,
-    GROUP,
-    block_of_sums,
-    multiply_block,
+from whalepod.kernels.cpu.abi import (
+    ParallelKernel,
+    arguments,
+    chosen_by_weight,
+    items,
+    kernel_part,
+    record,
+    thread_number,
 )
+from whalepod.kernels.cpu.exponentials import gate_group
+from whalepod.kernels.cpu.int8 import quantize_blocks, quantize_row
+from whalepod.kernels.cpu.linear import QUANTIZED_PER_ITEM, multiply, store_block
+from whalepod.kernels.cpu.packed import PackedExperts, WeightFormat
+from whalepod.kernels.cpu.packed_tiles import BLOCK_COLUMNS, BLOCK_GROUPS, GROUP, block_of_sums
 from whalepod.kernels.cpu.rows import add_row, combine_rows, copy_row
-from whalepod.kernels.cpu.simd import advance, f32_pointer, i64_pointer, load, pointer_like, store
-from whalepod.kernels.cpu.thread_pool import ParallelKernel, argument, finish, take, wait_for
+from whalepod.kernels.cpu.simd import advance, f32_pointer, load, pointer_like, store
+from whalepod.kernels.cpu.workspace import Workspace, address, aligned
 
-ROWS_PER_ITEM = 256
+ROWS_PER_PART = 256
 """Rows of a dense MLP that an item takes at once."""
 
 ROWS_PER_COPY = 32
 """Rows that are gathered at once."""
 
 
-@njit
-def group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active):
+_ExpertsArguments = record(
+    "num_tokens top_k num_experts hidden",
+    "length inner_length",  # H and I as products read them
+    "gate_up:operands gate_up_stride gate_up_step gate_up_groups down:operands",
+    "down_stride down_step down_groups x:values",
+    "is_routed:bool",  # else one MLP for all tokens
+    "ids:i64 weights:f32 out value_bytes is_f32:bool is_added:bool added:values",
+    "rows:operands",  # rows that are multiplied, `[T]`: `x` itself, or what it is quantised to
+    "row_stride num_quantized",
+    "sorted_rows:operands",  # `[T K]`: the rows of the pairs, sorted by expert
+    "activations:operands",  # `[T K]`
+    "activation_stride num_gate_items",
+    "lists:i64",  # places, rows, count and active experts: see `_group_by_expert`
+    "y",  # f32 `[T K, 64]` for each thread
+    "y_bytes block_rows down_rows tile_rows",
+)
+"""Strides in elements; of int8 in bytes."""
+
+
+@kernel_part
+def _group_by_expert(a, places, rows, active):
     """Sort the (token, k) pairs by expert; return how many experts have any.
 
     places  [T, K]       of each pair, its index in the sorted list, or -1
     rows    [T * K]      the token of each sorted pair
     active  [2 E + 2]    (expert, first sorted pair) of each active expert, then an end mark
     """
-    num_pairs = num_tokens * top_k
-    counts = advance(active, 2 * num_experts + 2)
-    for e in range(num_experts):
+    num_pairs = a.num_tokens * a.top_k
+    counts = advance(active, 2 * a.num_experts + 2)
+    for e in range(a.num_experts):
         store(counts, e, 0)
     for pair in range(num_pairs):
-        expert = load(ids, pair)
+        expert = load(a.ids, pair)
         if expert >= 0:
             store(counts, expert, load(counts, expert) + 1)
     num_active, start = 0, 0
-    for e in range(num_experts):
+    for e in range(a.num_experts):
         count = load(counts, e)
         if count > 0:
             store(active, 2 * num_active, e)
@@ -55,201 +85,277 @@ def group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active):
         start += count
     store(active, 2 * num_active + 1, start)
     for pair in range(num_pairs):
-        expert = load(ids, pair)
+        expert = load(a.ids, pair)
         store(places, pair, -1)
         if expert >= 0:
             place = load(counts, expert)
             store(counts, expert, place + 1)
             store(places, pair, place)
-            store(rows, place, pair // top_k)
+            store(rows, place, pair // a.top_k)
     return num_active
 
 
+@kernel_part
+def _part(a, active, which):
+    """Return the expert of a part, and where its rows begin and end."""
+    if a.is_routed:
+        return load(active, 2 * which), load(active, 2 * which + 1), load(active, 2 * which + 3)
+    start = which * ROWS_PER_PART
+    return np.int64(0), start, min(start + ROWS_PER_PART, a.num_tokens)
+
+
 @njit
-def gather_rows(block, stage, rows, num_rows, source, width, target):
+def _leave(weight, x, length, record):
+    pass
+
+
+@njit
+def _quantize(weight, x, length, record):
+    quantize_row(x, length, record)
+
+
+_prepare = chosen_by_weight(_leave, _quantize)
+
+
+@kernel_part
+def _gather_rows(block, a, rows, num_rows):
     """Copy `num_rows` rows, chosen by number, side by side; all threads, one stage."""
-    num_items = -(-num_rows // ROWS_PER_COPY)
-    while True:
-        item = take(block, stage)
-        if item >= num_items:
-            break
+    for item in items(block, 1, -(-num_rows // ROWS_PER_COPY)):
         first = item * ROWS_PER_COPY
         for place in range(first, min(first + ROWS_PER_COPY, num_rows)):
-            row = advance(source, load(rows, place) * width)
-            copy_row(row, width, advance(target, place * width))
-        finish(block, stage)
-    wait_for(block, stage, num_items)
+            row = advance(a.rows, load(rows, place) * a.row_stride)
+            copy_row(row, a.row_stride, advance(a.sorted_rows, place * a.row_stride))
 
 
 @njit
-def _gate_up(x, x_stride, num_rows, w, w_stride, num_groups, hidden, tile_rows, sums, out, stride):
-    """Set out[r, i] = silu(gate) * up for the 16 or 32 inner features of a block of groups."""
-    for row in range(0, num_rows, BLOCK_ROWS):
-        rows = min(BLOCK_ROWS, num_rows - row)
-        source = advance(x, row * x_stride)
-        multiply_block(source, x_stride, rows, w, w_stride, num_groups, hidden, tile_rows, sums)
-        for r in range(rows):
-            for pair in range(num_groups // 2):
-                place = advance(out, (row + r) * stride + pair * GROUP)
-                gate_group(advance(sums, r * BLOCK_COLUMNS + 2 * pair * GROUP), place)
+def _store_gated(weight, sums, num_rows, num_pairs, block, length, out, stride):
+    for r in range(num_rows):
+        for pair in range(num_pairs):
+            source = advance(sums, r * BLOCK_COLUMNS + 2 * pair * GROUP)
+            gate_group(source, advance(out, r * stride + 2 * block * GROUP + pair * GROUP))
 
 
 @njit
-def _down(x, x_stride, num_rows, w, w_stride, num_groups, inner, tile_rows, sums, count, out, step):
-    """Set out[r, c] = the product with `down`, for `count` of its columns."""
-    for row in range(0, num_rows, BLOCK_ROWS):
-        rows = min(BLOCK_ROWS, num_rows - row)
-        source = advance(x, row * x_stride)
-        multiply_block(source, x_stride, rows, w, w_stride, num_groups, inner, tile_rows, sums)
-        for r in range(rows):
-            store_sums(advance(sums, r * BLOCK_COLUMNS), count, advance(out, (row + r) * step))
+def _quantize_gated(weight, sums, num_rows, num_pairs, block, length, out, stride):
+    for r in range(num_rows):
+        row = advance(sums, r * BLOCK_COLUMNS)
+        for pair in range(num_pairs):  # never past what is still to be read
+            gate_group(advance(row, 2 * pair * GROUP), advance(row, pair * GROUP))
+        quantize_blocks(row, num_pairs * GROUP, block, 1, length, advance(out, r * stride))
 
 
-@njit
-def combine_tokens(num_tokens, weights, places, top_k, y, count, block, out_address, hidden, column,
-                   is_f32):  # fmt: skip
-    """Write `count` columns of every token's weighted sum, in f32 or in the model dtype."""
-    for token in range(num_tokens):
-        token_weights, token_places = (
-            advance(weights, token * top_k),
-            advance(places, token * top_k),
+_keep_gated = chosen_by_weight(_store_gated, _quantize_gated)
+"""Write silu(gate) * up of a block of 32 inner features, of which there are 16 per pair."""
+
+
+@kernel_part
+def _gate_up(a, rows, row_stride, part, item, sums):
+    """Set 32 inner features of a part's activations."""
+    expert, start, end = part
+    group = item * BLOCK_GROUPS
+    # a row of int8 may end with a block of zeros
+    groups = max(0, min(BLOCK_GROUPS, a.gate_up_groups - group))
+    weight = advance(a.gate_up, expert * a.gate_up_stride + group * a.gate_up_step)
+    for row in range(start, end, a.block_rows):
+        num_rows = min(a.block_rows, end - row)
+        multiply(
+            weight, a.gate_up_step, groups, advance(rows, row * row_stride), row_stride, num_rows,
+            a.length, a.tile_rows, sums,
+        )  # fmt: skip
+        out = advance(a.activations, row * a.activation_stride)
+        _keep_gated(
+            weight, sums, num_rows, groups // 2, item, a.inner_length, out, a.activation_stride
         )
-        place = token * hidden + column
-        if is_f32:
-            target = advance(f32_pointer(out_address), place)
-            combine_rows(token_weights, token_places, top_k, y, BLOCK_COLUMNS, count, target)
+
+
+@kernel_part
+def _down(a, part, group, y):
+    """Set y[r, c], 64 columns of a part's rows times `down`."""
+    expert, start, end = part
+    weight = advance(a.down, expert * a.down_stride + group * a.down_step)
+    for row in range(start, end, a.down_rows):
+        multiply(
+            weight, a.down_step, min(BLOCK_GROUPS, a.down_groups - group),
+            advance(a.activations, row * a.activation_stride), a.activation_stride,
+            min(a.down_rows, end - row), a.inner_length, a.tile_rows,
+            advance(y, (row - start) * BLOCK_COLUMNS),
+        )  # fmt: skip
+
+
+@kernel_part
+def _combine_tokens(a, places, y, column, count):
+    """Write `count` columns of every token's weighted sum, in f32 or in the model dtype."""
+    for token in range(a.num_tokens):
+        first = token * a.top_k
+        weights, token_places = advance(a.weights, first), advance(places, first)
+        out = a.out + (token * a.hidden + column) * a.value_bytes
+        if a.is_f32:
+            target = f32_pointer(out)
+            combine_rows(weights, token_places, a.top_k, y, BLOCK_COLUMNS, count, target)
         else:
-            target_like = advance(pointer_like(block, out_address), place)
-            combine_rows(token_weights, token_places, top_k, y, BLOCK_COLUMNS, count, target_like)
+            target_like = pointer_like(a.x, out)
+            combine_rows(weights, token_places, a.top_k, y, BLOCK_COLUMNS, count, target_like)
+
+
+@kernel_part
+def _store_part(a, part, y, column, count):
+    """Write `count` columns of a part of a dense MLP."""
+    _, start, end = part
+    out = a.out + (start * a.hidden + column) * a.value_bytes
+    store_block(y, end - start, count, out, a.is_f32, a.hidden, a.x)
+    if a.is_added:
+        target = pointer_like(a.x, out)
+        for r in range(end - start):
+            added = advance(a.added, (start + r) * a.hidden + column)
+            add_row(added, count, advance(target, r * a.hidden))
 
 
 def _experts_kernel(block):
-    """Arguments: T, K, E, H, I; gate and up: address, strides of E and of groups, groups; down: the
-    same; x, ids, weights, out, tile rows, and scratch: integers [2 T K + 3 E + 4], gathered rows
-    [T K, H] (unused for one token), inner [T K, 8 * groups of gate and up], y f32 [T K, 64] for
-    each thread; whether out is f32.
-    """
-    num_tokens, top_k, num_experts = argument(block, 0), argument(block, 1), argument(block, 2)
-    hidden, inner = argument(block, 3), argument(block, 4)
-    gate_up = pointer_like(block, argument(block, 5))
-    gate_up_stride, gate_up_step = argument(block, 6), argument(block, 7)
-    gate_up_groups = argument(block, 8)
-    down = pointer_like(block, argument(block, 9))
-    down_stride, down_step, down_groups = (
-        argument(block, 10), argument(block, 11), argument(block, 12),
-    )  # fmt: skip
-    x, ids = pointer_like(block, argument(block, 13)), i64_pointer(argument(block, 14))
-    weights, out_address = f32_pointer(argument(block, 15)), argument(block, 16)
-    tile_rows = argument(block, 17)
-    places = i64_pointer(argument(block, 18))
-    gathered, x_stride = pointer_like(block, argument(block, 19)), hidden
-    activations, stride = pointer_like(block, argument(block, 20)), gate_up_groups // 2 * GROUP
-    num_pairs = num_tokens * top_k
-    rows = advance(places, num_pairs)
-    num_active_slot = advance(rows, num_pairs)
+    a = arguments(block, _ExpertsArguments)
+    places, rows = a.lists, advance(a.lists, a.num_tokens * a.top_k)
+    num_active_slot = advance(rows, a.num_tokens * a.top_k)
     active = advance(num_active_slot, 1)
     sums = block_of_sums()
-    y_address = argument(block, 21) + take(block, 4) * num_pairs * BLOCK_COLUMNS * 4
+    y = f32_pointer(a.y + thread_number(block) * a.y_bytes)
 
-    if take(block, 0) == 0:
-        count = group_by_expert(ids, num_tokens, top_k, num_experts, places, rows, active)
-        store(num_active_slot, 0, count)
-        finish(block, 0)
-    wait_for(block, 0, 1)
-    num_active = load(num_active_slot, 0)
+    num_sorts = 1 if a.is_routed else 0
+    for item in items(block, 0, num_sorts - (-a.num_quantized // QUANTIZED_PER_ITEM)):
+        if item < num_sorts:
+            store(num_active_slot, 0, _group_by_expert(a, places, rows, active))
+            continue
+        first = (item - num_sorts) * QUANTIZED_PER_ITEM
+        for token in range(first, min(first + QUANTIZED_PER_ITEM, a.num_quantized)):
+            record = advance(a.rows, token * a.row_stride)
+            _prepare(a.gate_up, advance(a.x, token * a.hidden), a.hidden, record)
 
-    if num_tokens == 1:
-        gathered, x_stride = x, 0
-    else:
-        num_sorted = load(active, 2 * num_active + 1)
-        gather_rows(block, 1, rows, num_sorted, x, hidden, gathered)
+    num_parts, source, stride = -(-a.num_tokens // ROWS_PER_PART), a.rows, a.row_stride
+    if a.is_routed:
+        num_parts = load(num_active_slot, 0)
+        if a.num_tokens == 1:
+            stride = 0
+        else:
+            _gather_rows(block, a, rows, load(active, 2 * num_parts + 1))
+            source = a.sorted_rows
 
-    per_expert = -(-gate_up_groups // BLOCK_GROUPS)
-    while True:
-        item = take(block, 2)
-        if item >= num_active * per_expert:
-            break
-        which, group = item // per_expert, item % per_expert * BLOCK_GROUPS
-        expert, start = load(active, 2 * which), load(active, 2 * which + 1)
-        _gate_up(
-            advance(gathered, start * x_stride), x_stride, load(active, 2 * which + 3) - start,
-            advance(gate_up, expert * gate_up_stride + group * gate_up_step), gate_up_step,
-            min(BLOCK_GROUPS, gate_up_groups - group), hidden, tile_rows, sums,
-            advance(activations, start * stride + group // 2 * GROUP), stride,
+    for item in items(block, 2, num_parts * a.num_gate_items):
+        part = _part(a, active, item // a.num_gate_items)
+        _gate_up(a, source, stride, part, item % a.num_gate_items, sums)
+
+    column_items = -(-a.down_groups // BLOCK_GROUPS)
+    num_alone = 1 if a.is_routed else num_parts
+    for item in items(block, 3, num_alone * column_items, is_last=True):
+        group = item % column_items * BLOCK_GROUPS
+        column = group * GROUP
+        count = min(BLOCK_COLUMNS, a.hidden - column)
+        if a.is_routed:
+            for which in range(num_parts):
+                part = _part(a, active, which)
+                _down(a, part, group, advance(y, part[1] * BLOCK_COLUMNS))
+            _combine_tokens(a, places, y, column, count)
+        else:
+            part = _part(a, active, item // column_items)
+            _down(a, part, group, y)
+            _store_part(a, part, y, column, count)
+
+
+EXPERTS = ParallelKernel(_experts_kernel, _ExpertsArguments)
+EXPERTS_INT8 = ParallelKernel(_experts_kernel, _ExpertsArguments, is_int8=True)
+
+
+class ExpertOperations:
+    """The part of `Kernels` where weights are gated."""
+
+    def __init__(self, work: Workspace, weights: WeightFormat) -> None:
+        self._work, self.pack_experts = work, weights.pack_gated
+        self._weights = weights
+        self._ones_S1 = torch.ones(0, 1)
+
+    def pack_gated_mlp(self, gate_up_JH: Tensor, down_HI: Tensor) -> PackedExperts:
+        return self._weights.pack_gated(gate_up_JH.unsqueeze(0), down_HI.unsqueeze(0))
+
+    def experts(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, packed: PackedExperts
+    ) -> Tensor:
+        return self._compute(x_TH, packed, x_TH.dtype, ids_TK=ids_TK, weights_TK=weights_TK)
+
+    def expert_rows(self, x_SH: Tensor, ids_S: Tensor, packed: PackedExperts) -> Tensor:
+        if len(ids_S) > len(self._ones_S1):
+            self._ones_S1 = torch.ones(2 * len(ids_S), 1)
+        self._work.keep(self._ones_S1)
+        # the sum of one, with weight one
+        ids_SK, weights_SK = ids_S[:, None], self._ones_S1
+        return self._compute(x_SH, packed, torch.float32, ids_TK=ids_SK, weights_TK=weights_SK)
+
+    def gated_mlp(
+        self, x_TH: Tensor, packed: PackedExperts, add_to_TH: Tensor | None = None
+    ) -> Tensor:
+        return self._compute(x_TH, packed, x_TH.dtype, add_to_TH=add_to_TH)
+
+    def _compute(
+        self,
+        x_TH: Tensor,
+        packed: PackedExperts,
+        out_dtype: torch.dtype,
+        *,
+        ids_TK: Tensor | None = None,
+        weights_TK: Tensor | None = None,
+        add_to_TH: Tensor | None = None,
+    ) -> Tensor:
+        out_TH = self._work.new(x_TH.shape, out_dtype)
+        num_tokens, top_k = x_TH.shape[0], 1 if ids_TK is None else ids_TK.shape[1]
+        if not num_tokens:
+            return out_TH
+        gate_up, down, format_ = packed.gate_up, packed.down, packed.format
+        experts = _ExpertsArguments(
+            num_tokens=num_tokens, top_k=top_k, num_experts=packed.num_experts,
+            hidden=packed.hidden, length=format_.padded(packed.hidden),
+            inner_length=format_.padded(packed.inner), gate_up=gate_up.address,
+            gate_up_stride=gate_up.weight_stride, gate_up_step=gate_up.group_stride,
+            gate_up_groups=gate_up.num_groups, down=down.address, down_stride=down.weight_stride,
+            down_step=down.group_stride, down_groups=down.num_groups, x=x_TH.data_ptr(),
+            is_routed=ids_TK is not None, ids=address(ids_TK), weights=address(weights_TK),
+            out=out_TH.data_ptr(), value_bytes=out_TH.element_size(),
+            is_f32=out_dtype == torch.float32, is_added=add_to_TH is not None,
+            added=address(add_to_TH), block_rows=format_.block_rows,
+            down_rows=format_.down_rows if ids_TK is not None else format_.block_rows,
+            tile_rows=format_.tile_rows,
+            **self._lay_out_scratch(x_TH, packed, num_tokens * top_k, ids_TK is not None),
         )  # fmt: skip
-        finish(block, 2)
-    wait_for(block, 2, num_active * per_expert)
+        kernel = EXPERTS_INT8 if format_.is_int8 else EXPERTS
+        self._work.run(kernel, x_TH.dtype, self._work.num_threads, experts)
+        return out_TH
 
-    y = f32_pointer(y_address)
-    while True:
-        group = take(block, 3) * BLOCK_GROUPS
-        if group >= down_groups:
-            return
-        groups, column = min(BLOCK_GROUPS, down_groups - group), group * GROUP
-        for which in range(num_active):
-            expert, start = load(active, 2 * which), load(active, 2 * which + 1)
-            multiply_block(
-                advance(activations, start * stride), stride, load(active, 2 * which + 3) - start,
-                advance(down, expert * down_stride + group * down_step), down_step, groups, inner,
-                tile_rows, advance(y, start * BLOCK_COLUMNS),
+    def _lay_out_scratch(
+        self, x_TH: Tensor, packed: PackedExperts, num_pairs: int, is_routed: bool
+    ) -> dict[str, Any]:
+        """Return the arguments that are memory between stages, and its strides."""
+        format_, num_tokens, num_groups = packed.format, x_TH.shape[0], packed.gate_up.num_groups
+        lists = aligned(8 * (2 * num_pairs + 3 * packed.num_experts + 4) * is_routed)
+        is_sorted = is_routed and num_tokens > 1
+        y_bytes = 4 * BLOCK_COLUMNS * (num_pairs if is_routed else min(num_pairs, ROWS_PER_PART))
+        if format_.is_int8:
+            row_bytes, inner_bytes, value_bytes = (
+                aligned(format_.record_bytes(packed.hidden)),
+                aligned(format_.record_bytes(packed.inner)), 1,
             )  # fmt: skip
-        combine_tokens(
-            num_tokens, weights, places, top_k, y, min(BLOCK_COLUMNS, hidden - column), block,
-            out_address, hidden, column, argument(block, 22) != 0,
-        )  # fmt: skip
-
-
-def _gated_mlp_kernel(block):
-    """Arguments: T, H, I; gate and up: address, stride of groups, groups; down: the same; x, out,
-    tile rows, scratch: inner [T, 8 * groups of gate and up], and what is added, or 0.
-    """
-    num_tokens, hidden, inner = argument(block, 0), argument(block, 1), argument(block, 2)
-    gate_up, gate_up_step = pointer_like(block, argument(block, 3)), argument(block, 4)
-    gate_up_groups = argument(block, 5)
-    down, down_step = pointer_like(block, argument(block, 6)), argument(block, 7)
-    down_groups = argument(block, 8)
-    x, out = pointer_like(block, argument(block, 9)), pointer_like(block, argument(block, 10))
-    tile_rows = argument(block, 11)
-    activations, stride = pointer_like(block, argument(block, 12)), gate_up_groups // 2 * GROUP
-    sums = block_of_sums()
-    added_address = argument(block, 13)
-    added = pointer_like(block, added_address)
-    row_items = -(-num_tokens // ROWS_PER_ITEM)
-
-    per_row_item = -(-gate_up_groups // BLOCK_GROUPS)
-    while True:
-        item = take(block, 0)
-        if item >= row_items * per_row_item:
-            break
-        row, group = item // per_row_item * ROWS_PER_ITEM, item % per_row_item * BLOCK_GROUPS
-        _gate_up(
-            advance(x, row * hidden), hidden, min(ROWS_PER_ITEM, num_tokens - row),
-            advance(gate_up, group * gate_up_step), gate_up_step,
-            min(BLOCK_GROUPS, gate_up_groups - group), hidden, tile_rows, sums,
-            advance(activations, row * stride + group // 2 * GROUP), stride,
-        )  # fmt: skip
-        finish(block, 0)
-    wait_for(block, 0, row_items * per_row_item)
-
-    per_row_item = -(-down_groups // BLOCK_GROUPS)
-    while True:
-        item = take(block, 1)
-        if item >= row_items * per_row_item:
-            return
-        row, group = item // per_row_item * ROWS_PER_ITEM, item % per_row_item * BLOCK_GROUPS
-        column, rows = group * GROUP, min(ROWS_PER_ITEM, num_tokens - row)
-        count = min(BLOCK_COLUMNS, hidden - column)
-        target = advance(out, row * hidden + column)
-        _down(
-            advance(activations, row * stride), stride, rows, advance(down, group * down_step),
-            down_step, min(BLOCK_GROUPS, down_groups - group), inner, tile_rows, sums, count,
-            target, hidden,
-        )  # fmt: skip
-        if added_address != 0:
-            for r in range(rows):
-                place = row * hidden + column + r * hidden
-                add_row(advance(added, place), count, advance(out, place))
-
-
-EXPERTS = ParallelKernel(_experts_kernel, "23q")
-GATED_MLP = ParallelKernel(_gated_mlp_kernel, "14q")
+            num_quantized, num_gate_items = num_tokens, format_.padded(packed.inner) // 32
+        else:
+            value_bytes = x_TH.element_size()
+            row_bytes, inner_bytes = value_bytes * packed.hidden, value_bytes * num_groups * 8
+            num_quantized, num_gate_items = 0, -(-num_groups // BLOCK_GROUPS)
+        sorted_rows = lists + num_quantized * row_bytes
+        activations = aligned(sorted_rows + num_pairs * row_bytes * is_sorted)
+        y = aligned(activations + num_pairs * inner_bytes)
+        scratch = self._work.borrow(y + y_bytes * self._work.num_threads)
+        return {
+            "rows": scratch + lists if num_quantized else x_TH.data_ptr(),
+            "row_stride": row_bytes // value_bytes,
+            "num_quantized": num_quantized,
+            "sorted_rows": scratch + sorted_rows,
+            "activations": scratch + activations,
+            "activation_stride": inner_bytes // value_bytes,
+            "num_gate_items": num_gate_items,
+            "lists": scratch,
+            "y": scratch + y,
+            "y_bytes": y_bytes,
+        }

@@ -145,6 +145,13 @@ def quantize_blocks(source, length, first, num_blocks, padded, record):
         )  # fmt: skip
 
 
+@njit
+def quantize_row(source, length, record):
+    """Quantise a whole row."""
+    padded = -(-length // STEP) * STEP
+    quantize_blocks(source, length, 0, padded // BLOCK, padded, record)
+
+
 def _dot_bytes(builder: Any, acc: Any, weights: Any, values: Any) -> Any:
     """Add to 16 int32 the products of four unsigned with four signed bytes each."""
     if target_has("avx512vnni"):

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from torch import Tensor
 
-from whalepod.kernels.cpu.int8 import BLOCK, STEP, STEP_BYTES
+from whalepod.kernels.cpu.abi import ParallelKernel, arguments, items, record
+from whalepod.kernels.cpu.int8 import BLOCK, BLOCK_ROWS, STEP, STEP_BYTES, record_bytes
+from whalepod.kernels.cpu.packed import WeightFormat
 from whalepod.kernels.cpu.packed_tiles import GROUP
 from whalepod.kernels.cpu.simd import (
     F32,
@@ -29,12 +33,10 @@ from whalepod.kernels.cpu.simd import (
     intrinsic,
     is_bf16,
     offset,
-    pointer_like,
-    u8_pointer,
     widen,
 )
-from whalepod.kernels.cpu.thread_pool import ParallelKernel, argument, take
 from whalepod.kernels.cpu.vectors import fma, lanes_below, load_vector, splat, transpose, unary
+from whalepod.kernels.cpu.workspace import Workspace
 from whalepod.kernels.reference_int8 import INT8_DIVISORS, NUM_INT8_FITS
 
 _SINGLES, _INTEGERS = ir.VectorType(F32, GROUP), ir.VectorType(I32, GROUP)
@@ -182,32 +184,59 @@ def _pack_blocks(typingctx, source, stride, num_rows, remaining, out, scales_out
     return signature, codegen
 
 
+_PackArguments = record(
+    "num_matrices num_rows length source:values matrix_stride row_stride out:bytes",
+    "out_matrix_stride out_group_stride",
+)
+
+
 def _pack_kernel(block):
-    """Arguments: matrices, rows N and length K of each, source (model dtype) and its strides of
-    matrices and rows, out and its strides of matrices and groups in bytes.
-    """
-    num_matrices, num_rows, length = argument(block, 0), argument(block, 1), argument(block, 2)
-    source = pointer_like(block, argument(block, 3))
-    matrix_stride, row_stride = argument(block, 4), argument(block, 5)
-    out, out_stride, group_stride = (
-        u8_pointer(argument(block, 6)),
-        argument(block, 7),
-        argument(block, 8),
-    )
-    num_groups, num_steps = -(-num_rows // GROUP), -(-length // STEP)
-    while True:
-        item = take(block, 0)
-        if item >= num_matrices * num_groups:
-            return
-        matrix, row = item // num_groups, item % num_groups * GROUP
-        target = advance(out, matrix * out_stride + item % num_groups * group_stride)
-        rows = advance(source, matrix * matrix_stride + row * row_stride)
+    a = arguments(block, _PackArguments)
+    num_groups, num_steps = -(-a.num_rows // GROUP), -(-a.length // STEP)
+    for item in items(block, 0, a.num_matrices * num_groups, is_last=True):
+        matrix, group = item // num_groups, item % num_groups
+        row = group * GROUP
+        target = advance(a.out, matrix * a.out_matrix_stride + group * a.out_group_stride)
+        rows = advance(a.source, matrix * a.matrix_stride + row * a.row_stride)
         for i in range(2 * num_steps):
             step, half = advance(target, i // 2 * STEP_BYTES), i % 2
             _pack_blocks(
-                advance(rows, i * BLOCK), row_stride, num_rows - row, length - i * BLOCK,
+                advance(rows, i * BLOCK), a.row_stride, a.num_rows - row, a.length - i * BLOCK,
                 advance(step, half * BLOCK * GROUP), advance(step, GROUP * (STEP + 2 * half)),
             )  # fmt: skip
 
 
-PACK_INT8 = ParallelKernel(_pack_kernel, "9q")
+PACK_INT8 = ParallelKernel(_pack_kernel, _PackArguments)
+
+
+class Int8Weights(WeightFormat):
+    """Weights of int8, and rows quantised on the way; a row's bits never depend on others."""
+
+    layout = "int8-2"
+    is_int8 = True
+    block_rows = down_rows = BLOCK_ROWS
+
+    def __init__(self, work: Workspace, tile_rows: int) -> None:
+        self._work, self.tile_rows = work, tile_rows
+
+    def padded(self, length: int) -> int:
+        return -(-length // STEP) * STEP
+
+    def record_bytes(self, length: int) -> int:
+        return record_bytes(length)
+
+    def _new_tiles(
+        self, num_weights: int, num_columns: int, length: int, dtype: torch.dtype
+    ) -> Tensor:
+        shape = (num_weights, -(-num_columns // GROUP), -(-length // STEP), STEP_BYTES)
+        return torch.empty(shape, dtype=torch.uint8)
+
+    def _fill(self, weight_LNK: Tensor, tiles: Tensor) -> None:
+        weight_LNK = self._work.with_dense_rows(weight_LNK)
+        num_weights, num_columns, length = weight_LNK.shape
+        pack = _PackArguments(
+            num_weights, num_columns, length, weight_LNK.data_ptr(), weight_LNK.stride(0),
+            weight_LNK.stride(1), tiles.data_ptr(), tiles.stride(0), tiles.stride(1),
+        )  # fmt: skip
+        num_items = num_weights * tiles.shape[1]
+        self._work.run(PACK_INT8, weight_LNK.dtype, num_items, pack)

@@ -49,7 +49,7 @@ HAS_INT8_TILES = HAS_TILES and target_has("amx-int8")
 """Whether code for tiles of int8 is compiled."""
 
 MIN_ROWS = 6
-"""From so many rows on tiles are faster than AVX512-VNNI."""
+"""Tiles are faster than AVX512-VNNI from this many rows."""
 
 MAX_LENGTH = 32768
 """Values of a row for which there is room on the stack."""
@@ -258,7 +258,7 @@ def _multiply_by_tiles(x, x_stride, num_rows, w, w_stride, num_groups, length, s
 
 
 @njit
-def multiply_bytes(x, x_stride, num_rows, w, w_stride, num_groups, length, tile_rows, sums):
+def multiply_bytes(w, w_stride, num_groups, x, x_stride, num_rows, length, tile_rows, sums):
     """Set sums[r, c] for up to 16 quantised rows and 4 groups of columns.
 
     From `tile_rows` rows on the matrix tiles do it, where the machine has them.

@@ -5,25 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
+from torch import Tensor
 
+from whalepod.kernels.cpu.abi import ParallelKernel, arguments, items, record
 from whalepod.kernels.cpu.simd import (
     F32,
     F32_POINTER,
     I32,
     I64,
     advance,
-    f32_pointer,
-    i64_pointer,
     intrinsic,
     load,
     offset,
     store,
 )
-from whalepod.kernels.cpu.thread_pool import ParallelKernel, argument, take
 from whalepod.kernels.cpu.vectors import load_vector, over_vectors, splat, store_vector
+from whalepod.kernels.cpu.workspace import Workspace
 
 TOKENS_PER_ITEM = 4096
 """Vocabulary entries that a thread takes at once."""
@@ -108,26 +109,6 @@ def _fill_noise(typingctx, start, first, count, out):
     return types.void(types.uint64, types.int64, types.int64, F32_POINTER), codegen
 
 
-def _gumbel_kernel(block):
-    """Arguments: B, V, seeds, positions, out; the numbers are those of the reference."""
-    num_rows, num_tokens = argument(block, 0), argument(block, 1)
-    seeds, positions = i64_pointer(argument(block, 2)), i64_pointer(argument(block, 3))
-    out = f32_pointer(argument(block, 4))
-    per_row = -(-num_tokens // TOKENS_PER_ITEM)
-    while True:
-        item = take(block, 0)
-        if item >= num_rows * per_row:
-            return
-        row, first = item // per_row, item % per_row * TOKENS_PER_ITEM
-        start = np.uint64(load(seeds, row)) * np.uint64(0x9E3779B97F4A7C15)
-        start += np.uint64(load(positions, row)) * np.uint64(0xC2B2AE3D27D4EB4F)
-        count = min(TOKENS_PER_ITEM, num_tokens - first)
-        _fill_noise(start, first, count, advance(out, row * num_tokens + first))
-
-
-GUMBEL_NOISE = ParallelKernel(_gumbel_kernel, "5q")
-
-
 @intrinsic
 def _argmax(typingctx, x, count):
     """Return the index of the first largest of `count` f32; NaN is never the largest."""
@@ -165,27 +146,80 @@ def _argmax(typingctx, x, count):
     return types.int64(F32_POINTER, types.int64), codegen
 
 
+_NoiseArguments = record(
+    "num_rows num_tokens seeds:i64 positions:i64 out:f32",
+)
+
+
+@njit
+def _hash_start(seed, position):
+    """Return what the noise of all tokens at a position begins with, as in the reference."""
+    start = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15)
+    return start + np.uint64(position) * np.uint64(0xC2B2AE3D27D4EB4F)
+
+
+def _noise_kernel(block):
+    a = arguments(block, _NoiseArguments)
+    per_row = -(-a.num_tokens // TOKENS_PER_ITEM)
+    for item in items(block, 0, a.num_rows * per_row, is_last=True):
+        row, first = item // per_row, item % per_row * TOKENS_PER_ITEM
+        start = _hash_start(load(a.seeds, row), load(a.positions, row))
+        count = min(TOKENS_PER_ITEM, a.num_tokens - first)
+        _fill_noise(start, first, count, advance(a.out, row * a.num_tokens + first))
+
+
+_DrawArguments = record(
+    "num_rows num_tokens logits:f32 temperatures:f32 seeds:i64 positions:i64 scratch:f32 out:i64",
+)
+
+
 def _draw_kernel(block):
-    """Arguments: B, V, logits, temperatures, seeds, positions, scratch f32 [B, V], out."""
-    num_rows, num_tokens = argument(block, 0), argument(block, 1)
-    logits, temperatures = f32_pointer(argument(block, 2)), f32_pointer(argument(block, 3))
-    seeds, positions = i64_pointer(argument(block, 4)), i64_pointer(argument(block, 5))
-    scratch, out = f32_pointer(argument(block, 6)), i64_pointer(argument(block, 7))
-    while True:
-        row = take(block, 0)
-        if row >= num_rows:
-            return
-        temperature, x = load(temperatures, row), advance(logits, row * num_tokens)
+    a = arguments(block, _DrawArguments)
+    for row in items(block, 0, a.num_rows, is_last=True):
+        temperature, x = load(a.temperatures, row), advance(a.logits, row * a.num_tokens)
         if temperature > np.float32(0.0):
-            noisy = advance(scratch, row * num_tokens)
-            start = np.uint64(load(seeds, row)) * np.uint64(0x9E3779B97F4A7C15)
-            start += np.uint64(load(positions, row)) * np.uint64(0xC2B2AE3D27D4EB4F)
-            _fill_noise(start, 0, num_tokens, noisy)
-            for i in range(num_tokens):
+            noisy = advance(a.scratch, row * a.num_tokens)
+            start = _hash_start(load(a.seeds, row), load(a.positions, row))
+            _fill_noise(start, 0, a.num_tokens, noisy)
+            for i in range(a.num_tokens):
                 store(noisy, i, load(x, i) / temperature + load(noisy, i))
-            store(out, row, _argmax(noisy, num_tokens))
+            store(a.out, row, _argmax(noisy, a.num_tokens))
         else:
-            store(out, row, _argmax(x, num_tokens))
+            store(a.out, row, _argmax(x, a.num_tokens))
 
 
-DRAW = ParallelKernel(_draw_kernel, "8q")
+GUMBEL_NOISE = ParallelKernel(_noise_kernel, _NoiseArguments)
+DRAW = ParallelKernel(_draw_kernel, _DrawArguments)
+
+
+class SamplingOperations:
+    """The part of `Kernels` that the sampler and drafts use."""
+
+    def __init__(self, work: Workspace) -> None:
+        self._work = work
+
+    def gumbel_noise(self, seeds_B: Tensor, positions_B: Tensor, num_tokens: int) -> Tensor:
+        num_rows = seeds_B.shape[0]
+        out_BV = self._work.new((num_rows, num_tokens), torch.float32)
+        noise = _NoiseArguments(
+            num_rows, num_tokens, seeds_B.data_ptr(), positions_B.data_ptr(), out_BV.data_ptr()
+        )
+        num_items = num_rows * -(-num_tokens // TOKENS_PER_ITEM)
+        self._work.run(GUMBEL_NOISE, torch.float32, num_items, noise)
+        return out_BV
+
+    def draw(
+        self,
+        logits_BV: Tensor,
+        temperatures_B: Tensor,
+        seeds_B: Tensor,
+        positions_B: Tensor,
+        out_B: Tensor,
+    ) -> None:
+        num_rows, num_tokens = logits_BV.shape
+        draw = _DrawArguments(
+            num_rows, num_tokens, logits_BV.data_ptr(), temperatures_B.data_ptr(),
+            seeds_B.data_ptr(), positions_B.data_ptr(), self._work.borrow(4 * logits_BV.numel()),
+            out_B.data_ptr(),
+        )  # fmt: skip
+        self._work.run(DRAW, torch.float32, num_rows, draw)

@@ -2,6 +2,7 @@
 
     bfloat16   [groups, ceil(K / 2), 16, 2]   two neighbouring k side by side (VNNI)
     f32        [groups, K, 16]
+    int8       [groups, ceil(K / 64), 1088]   see `int8.py`
 
 Columns and k are filled up with zeros. The layout is the same for every machine, so that packed
 weights can be kept in files. An address is only valid while its tensor lives: each object keeps the
@@ -10,77 +11,160 @@ tensor beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
+from numba import njit
 from torch import Tensor
 
-from whalepod.kernels.cpu import packing
-from whalepod.kernels.cpu.packing import GROUP
-from whalepod.kernels.cpu.thread_pool import ThreadPool
+from whalepod.kernels.cpu.abi import ParallelKernel, arguments, items, record
+from whalepod.kernels.cpu.packed_tiles import BLOCK_ROWS, GROUP
+from whalepod.kernels.cpu.simd import advance, load, store
+from whalepod.kernels.cpu.workspace import Workspace
 
 
 class PackedLinear:
     """A weight `[N, K]`, or one per head `[L, N, K]`, and its sizes as plain integers."""
 
     __slots__ = (
-        "address", "dtype", "group_stride", "length", "num_columns", "num_groups", "num_weights",
+        "address", "format", "group_stride", "length", "num_columns", "num_groups", "num_weights",
         "tensor", "weight_stride",
     )  # fmt: skip
 
-    def __init__(self, panels: Tensor, num_columns: int, length: int) -> None:
-        self.tensor = panels
-        self.dtype = panels.dtype
+    def __init__(self, tiles: Tensor, num_columns: int, length: int, format_: WeightFormat) -> None:
+        self.tensor, self.format = tiles, format_
         self.num_columns, self.length = num_columns, length
-        self.num_weights, self.num_groups = panels.shape[:2]
-        self.weight_stride, self.group_stride = panels.stride()[:2]
-        self.address = panels.data_ptr()
+        self.num_weights, self.num_groups = tiles.shape[:2]
+        self.weight_stride, self.group_stride = tiles.stride()[:2]
+        self.address = tiles.data_ptr()
 
 
 class PackedExperts:
     """Gated MLPs side by side: gate and up `[E, 2 I', H]` interleaved, down `[E, H, I]`."""
 
-    __slots__ = ("down", "gate_up", "hidden", "inner", "num_experts")
+    __slots__ = ("down", "format", "gate_up", "hidden", "inner", "num_experts")
 
     def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down, self.format = gate_up, down, gate_up.format
         self.num_experts = gate_up.num_weights
         self.hidden, self.inner = gate_up.length, down.length
 
 
-class Packer:
-    """Packs weights on the threads of a pool."""
+class WeightFormat(ABC):
+    """How weights are packed, and the rows that they multiply prepared."""
 
-    def __init__(self, pool: ThreadPool) -> None:
-        self._pool = pool
+    layout: str
+    is_int8: bool
+    block_rows: int
+    """Rows of one product."""
+    down_rows: int
+    """Rows of one product of `down`, whose sums have room for all."""
+    tile_rows: int
+    """Matrix tiles multiply from this many rows on."""
 
-    def linear(self, weight_LNK: Tensor) -> PackedLinear:
+    def pack(self, weight_LNK: Tensor) -> PackedLinear:
         """Pack weights `[L, N, K]`."""
-        _, num_columns, length = weight_LNK.shape
-        shape = tile_shape(weight_LNK.shape, weight_LNK.dtype)
-        panels = torch.empty(shape, dtype=weight_LNK.dtype)
-        self._fill(weight_LNK, panels, 0, 1)
-        return PackedLinear(panels, num_columns, length)
+        num_weights, num_columns, length = weight_LNK.shape
+        tiles = self._new_tiles(num_weights, num_columns, length, weight_LNK.dtype)
+        self._fill(weight_LNK, tiles)
+        return PackedLinear(tiles, num_columns, length, self)
 
-    def gated_mlp(self, gate_up_EJH: Tensor, down_EHI: Tensor) -> PackedExperts:
+    def pack_gated(self, gate_up_EJH: Tensor, down_EHI: Tensor) -> PackedExperts:
         """Pack gated MLPs `[E, 2 I, H]` (gate rows, then up rows) and `[E, H, I]`."""
         num_experts, double, hidden = gate_up_EJH.shape
-        gate, up = gate_up_EJH[:, : double // 2], gate_up_EJH[:, double // 2 :]
-        num_groups = -(-double // 2 // GROUP)
-        shape = tile_shape((num_experts, 2 * num_groups * GROUP, hidden), gate.dtype)
-        panels = torch.empty(shape, dtype=gate.dtype)
-        self._fill(gate, panels, 0, 2)
-        self._fill(up, panels, 1, 2)
-        gate_up = PackedLinear(panels, 2 * num_groups * GROUP, hidden)
-        return PackedExperts(gate_up, self.linear(down_EHI))
+        num_columns = 2 * GROUP * -(-double // 2 // GROUP)
+        tiles = self._new_tiles(num_experts, num_columns, hidden, gate_up_EJH.dtype)
+        self._fill(gate_up_EJH[:, : double // 2], tiles[:, 0::2])
+        self._fill(gate_up_EJH[:, double // 2 :], tiles[:, 1::2])
+        gate_up = PackedLinear(tiles, num_columns, hidden, self)
+        return PackedExperts(gate_up, self.pack(down_EHI))
 
-    def _fill(self, weight_LNK: Tensor, panels: Tensor, first_group: int, every: int) -> None:
-        """Pack into the groups `first_group`, `first_group + every`, ..."""
+    @abstractmethod
+    def padded(self, length: int) -> int:
+        """Return the values of a row of `length` that products read."""
+
+    @abstractmethod
+    def record_bytes(self, length: int) -> int:
+        """Return the bytes between prepared rows of `length`; 0: rows are read as they are."""
+
+    @abstractmethod
+    def _new_tiles(
+        self, num_weights: int, num_columns: int, length: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Return uninitialised memory for packed weights `[L, N, K]`, `[L, groups, ...]`."""
+
+    @abstractmethod
+    def _fill(self, weight_LNK: Tensor, tiles: Tensor) -> None:
+        """Pack into the groups of `tiles`, which may be every second one."""
+
+
+_PackArguments = record(
+    "num_matrices num_rows num_units source:i32 matrix_stride row_stride out:i32",
+    "out_matrix_stride out_group_stride",
+)
+"""Sizes and strides are in units of 4 bytes: an f32, or two bfloat16."""
+
+
+@njit
+def _pack_group(source, row_stride, num_rows, num_units, out):
+    """Set out[u, r] = source[r, u], 0 for rows at or past `num_rows`: 16 rows side by side."""
+    if num_rows == GROUP:
+        for u in range(num_units):
+            for r in range(GROUP):
+                store(out, u * GROUP + r, load(source, r * row_stride + u))
+        return
+    for u in range(num_units):
+        for r in range(GROUP):
+            value = 0
+            if r < num_rows:
+                value = load(source, r * row_stride + u)
+            store(out, u * GROUP + r, value)
+
+
+def _pack_kernel(block):
+    a = arguments(block, _PackArguments)
+    num_groups = -(-a.num_rows // GROUP)
+    for item in items(block, 0, a.num_matrices * num_groups, is_last=True):
+        matrix, group = item // num_groups, item % num_groups
+        first = group * GROUP
+        _pack_group(
+            advance(a.source, matrix * a.matrix_stride + first * a.row_stride), a.row_stride,
+            min(GROUP, a.num_rows - first), a.num_units,
+            advance(a.out, matrix * a.out_matrix_stride + group * a.out_group_stride),
+        )  # fmt: skip
+
+
+PACK = ParallelKernel(_pack_kernel, _PackArguments)
+
+
+class ExactWeights(WeightFormat):
+    """Weights and rows in the model dtype."""
+
+    layout = "panels-1"
+    is_int8 = False
+    block_rows = BLOCK_ROWS
+    down_rows = 1 << 40
+
+    def __init__(self, work: Workspace, tile_rows: int) -> None:
+        self._work, self.tile_rows = work, tile_rows
+
+    def padded(self, length: int) -> int:
+        return length
+
+    def record_bytes(self, length: int) -> int:
+        return 0
+
+    def _new_tiles(
+        self, num_weights: int, num_columns: int, length: int, dtype: torch.dtype
+    ) -> Tensor:
+        row = (-(-length // 2), GROUP, 2) if dtype == torch.bfloat16 else (length, GROUP)
+        return torch.empty((num_weights, -(-num_columns // GROUP), *row), dtype=dtype)
+
+    def _fill(self, weight_LNK: Tensor, tiles: Tensor) -> None:
         if not weight_LNK.numel():
             return
-        value_bytes = weight_LNK.element_size()
-        per_unit = 4 // value_bytes
+        per_unit = 4 // weight_LNK.element_size()
         if (
             weight_LNK.shape[2] % per_unit
             or weight_LNK.stride(2) != 1
@@ -88,20 +172,10 @@ class Packer:
             or any(stride % per_unit for stride in weight_LNK.stride()[:2])
         ):
             weight_LNK = F.pad(weight_LNK, (0, -weight_LNK.shape[2] % per_unit)).contiguous()
-        target = panels[:, first_group::every]
         num_weights, num_columns, length = weight_LNK.shape
-        self._pool.run(
-            packing.PACK, torch.float32, num_weights * -(-num_columns // GROUP), num_weights,
-            num_columns, length // per_unit, weight_LNK.data_ptr(),
-            weight_LNK.stride(0) // per_unit, weight_LNK.stride(1) // per_unit, target.data_ptr(),
-            target.stride(0) // per_unit, target.stride(1) // per_unit,
+        pack = _PackArguments(
+            num_weights, num_columns, length // per_unit, weight_LNK.data_ptr(),
+            weight_LNK.stride(0) // per_unit, weight_LNK.stride(1) // per_unit, tiles.data_ptr(),
+            tiles.stride(0) // per_unit, tiles.stride(1) // per_unit,
         )  # fmt: skip
-
-
-def tile_shape(shape_LNK: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the shape of weights `[L, N, K]` once packed."""
-    num_weights, num_columns, length = shape_LNK
-    num_groups = -(-num_columns // GROUP)
-    if dtype == torch.bfloat16:
-        return num_weights, num_groups, -(-length // 2), GROUP, 2
-    return num_weights, num_groups, length, GROUP
+        self._work.run(PACK, torch.float32, num_weights * -(-num_columns // GROUP), pack)

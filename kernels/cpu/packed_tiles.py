@@ -155,7 +155,7 @@ def block_of_sums(typingctx):
 
 
 @njit
-def _wide_rows(x, x_stride, num_rows, w, w_stride, length, sums):
+def _wide_rows(w, w_stride, x, x_stride, num_rows, length, sums):
     r = 0
     while r + 6 <= num_rows:
         row, target = advance(x, r * x_stride), advance(sums, r * BLOCK_COLUMNS)
@@ -175,7 +175,7 @@ def _wide_rows(x, x_stride, num_rows, w, w_stride, length, sums):
 
 
 @njit
-def _narrow_rows(x, x_stride, num_rows, w, w_stride, num_groups, length, sums):
+def _narrow_rows(w, w_stride, num_groups, x, x_stride, num_rows, length, sums):
     for g in range(num_groups):
         group, column = advance(w, g * w_stride), advance(sums, g * GROUP)
         r = 0
@@ -190,7 +190,7 @@ def _narrow_rows(x, x_stride, num_rows, w, w_stride, num_groups, length, sums):
 
 
 @njit
-def multiply_block(x, x_stride, num_rows, w, w_stride, num_groups, length, tile_rows, sums):
+def multiply_block(w, w_stride, num_groups, x, x_stride, num_rows, length, tile_rows, sums):
     """Set sums[r, c] = sum_k x[r, k] w[c, k], groups up to 4 (c = 16 g + lane).
 
     From `tile_rows` rows on the matrix tiles do it, where the machine has them.
@@ -201,8 +201,8 @@ def multiply_block(x, x_stride, num_rows, w, w_stride, num_groups, length, tile_
         tile_product(x, x_stride, num_rows, w, w_stride, length, sums)
         return
     if _WIDE and num_groups == BLOCK_GROUPS:
-        _wide_rows(x, x_stride, num_rows, w, w_stride, length, sums)
+        _wide_rows(w, w_stride, x, x_stride, num_rows, length, sums)
     elif not _WIDE and num_rows == 1 and num_groups == BLOCK_GROUPS:
         _tile_block(1, 4, x, x_stride, w, w_stride, length, sums)
     else:
-        _narrow_rows(x, x_stride, num_rows, w, w_stride, num_groups, length, sums)
+        _narrow_rows(w, w_stride, num_groups, x, x_stride, num_rows, length, sums)

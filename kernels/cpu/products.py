@@ -15,10 +15,10 @@ from numba.core import cgutils
 
 from whalepod.kernels.cpu.simd import (
     F32,
+    F32_POINTER,
     I16,
     I32,
     I64,
-    I64_POINTER,
     as_pointer,
     intrinsic,
     is_bf16,
@@ -68,27 +68,21 @@ class _Dot:
 
 @intrinsic(prefer_literal=True)
 def dot_block(
-    typingctx, num_rows, num_columns, first_row, x, row_ids, x_stride, w, w_stride, length, out,
-    out_stride,
+    typingctx, num_rows, num_columns, first_row, x, x_stride, w, w_stride, length, out, out_stride
 ):  # fmt: skip
-    """Set out[r, c] = sum_k x[row_ids[r], k] w[c, k] for rows r from `first_row` on, columns c.
+    """Set out[r, c] = sum_k x[r, k] w[c, k] for rows r from `first_row` on, columns c.
 
     num_rows, num_columns  literal ints; columns a power of two
     x, w                   pointers to bfloat16 or f32, the same type; strides in elements
-    row_ids                pointer to int64, or None: row r of x
-    out                    pointer to f32 or bfloat16
+    out                    pointer to f32
     """
     rows, columns = num_rows.literal_value, num_columns.literal_value
     dot = _Dot(is_bf16(x))
-    has_ids = row_ids == I64_POINTER
 
     def codegen(context, builder, signature, args):
-        _, _, first, x_ptr, ids_ptr, x_step, w_ptr, w_step, length_value, out_ptr, out_step = args
+        _, _, first, x_ptr, x_step, w_ptr, w_step, length_value, out_ptr, out_step = args
         indices = [builder.add(first, I64(r)) for r in range(rows)]
-        sources = indices
-        if has_ids:
-            sources = [builder.load(offset(builder, ids_ptr, index)) for index in indices]
-        x_rows = [offset(builder, x_ptr, builder.mul(row, x_step)) for row in sources]
+        x_rows = [offset(builder, x_ptr, builder.mul(index, x_step)) for index in indices]
         w_rows = [offset(builder, w_ptr, builder.mul(I64(c), w_step)) for c in range(columns)]
         slots = [
             [cgutils.alloca_once_value(builder, ir.Constant(dot.sums, None)) for _ in w_rows]
@@ -98,14 +92,14 @@ def dot_block(
         _emit_dot_loop(builder, dot, x_rows, w_rows, slots, length_value, ahead)
         for index, row_slots in zip(indices, slots, strict=True):
             sums = sum_lanes(builder, [builder.load(slot) for slot in row_slots])
-            value = narrow(builder, sums) if is_bf16(out) else sums
-            target = offset(builder, out_ptr, builder.mul(index, out_step))
-            store_vector(builder, value, target, None)
+            store_vector(
+                builder, sums, offset(builder, out_ptr, builder.mul(index, out_step)), None
+            )
         return context.get_dummy_value()
 
     signature = types.void(
-        num_rows, num_columns, types.int64, x, row_ids, types.int64, w, types.int64, types.int64,
-        out, types.int64,
+        num_rows, num_columns, types.int64, x, types.int64, w, types.int64, types.int64,
+        F32_POINTER, types.int64,
     )  # fmt: skip
     return signature, codegen
 

@@ -41,36 +41,31 @@ _DOT_ROWS = 4 if _WIDE else 2
 
 
 @njit
-def dot_rows(x, row_ids, x_stride, num_rows, w, w_stride, num_columns, length, out, out_stride):
-    """Set out[r, c] = sum_k x[row_ids[r], k] w[c, k]; each row of `w` comes from memory once.
-
-    `row_ids` is a pointer to int64, or None for rows 0, 1, ...
-    """
+def dot_rows(x, x_stride, num_rows, w, w_stride, num_columns, length, out, out_stride):
+    """Set out[r, c] = sum_k x[r, k] w[c, k]; each row of `w` comes from memory once."""
     keep_apart()
     c = 0
     if num_rows == 1 and _WIDE:
         while c + 8 <= num_columns:
             columns, to = advance(w, c * w_stride), advance(out, c)
-            dot_block(1, 8, 0, x, row_ids, x_stride, columns, w_stride, length, to, out_stride)
+            dot_block(1, 8, 0, x, x_stride, columns, w_stride, length, to, out_stride)
             c += 8
     while c + 4 <= num_columns:
         columns, to = advance(w, c * w_stride), advance(out, c)
         r = 0
         while r + _DOT_ROWS <= num_rows:
-            dot_block(
-                _DOT_ROWS, 4, r, x, row_ids, x_stride, columns, w_stride, length, to, out_stride
-            )
+            dot_block(_DOT_ROWS, 4, r, x, x_stride, columns, w_stride, length, to, out_stride)
             r += _DOT_ROWS
         if r + 2 <= num_rows:
-            dot_block(2, 4, r, x, row_ids, x_stride, columns, w_stride, length, to, out_stride)
+            dot_block(2, 4, r, x, x_stride, columns, w_stride, length, to, out_stride)
             r += 2
         if r < num_rows:
-            dot_block(1, 4, r, x, row_ids, x_stride, columns, w_stride, length, to, out_stride)
+            dot_block(1, 4, r, x, x_stride, columns, w_stride, length, to, out_stride)
         c += 4
     while c < num_columns:
         columns, to = advance(w, c * w_stride), advance(out, c)
         for r in range(num_rows):
-            dot_block(1, 1, r, x, row_ids, x_stride, columns, w_stride, length, to, out_stride)
+            dot_block(1, 1, r, x, x_stride, columns, w_stride, length, to, out_stride)
         c += 1
 
 
@@ -103,7 +98,7 @@ def copy_row(typingctx, source, length, target):
     """Copy `length` values."""
 
     def codegen(context, builder, signature, args):
-        size = builder.mul(args[1], I64(2 if is_bf16(source) else 4))
+        size = builder.mul(args[1], I64(source.dtype.bitwidth // 8))
         cgutils.raw_memcpy(builder, args[2], args[0], size, 1)
         return context.get_dummy_value()
 

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from whalepod.kernels.cpu.abi import ParallelKernel, arguments, record
 from whalepod.kernels.cpu.compile_cache import compiled
-from whalepod.kernels.cpu.simd import i64_pointer, store
-from whalepod.kernels.cpu.thread_pool import ParallelKernel, ThreadPool, _new_function, argument
+from whalepod.kernels.cpu.simd import store
+from whalepod.kernels.cpu.thread_pool import ThreadPool, new_function
+
+_Answer = record("out:i64")
 
 
 def _answer_kernel(block):  # type: ignore[no-untyped-def]
-    store(i64_pointer(argument(block, 0)), 0, 42)
+    store(arguments(block, _Answer).out, 0, 42)
 
 
-ANSWER = ParallelKernel(_answer_kernel, "1q")
+ANSWER = ParallelKernel(_answer_kernel, _Answer)
 
 
 def _double(x):  # type: ignore[no-untyped-def]
@@ -26,11 +29,11 @@ def _double(x):  # type: ignore[no-untyped-def]
 
 def run_answer(folder: Path, dtype: torch.dtype) -> bool:
     """Compile, as another process would, and run; return whether it was found in the folder."""
-    function = _new_function(ANSWER, dtype)
+    function = new_function(ANSWER, dtype)
     function.keep_in(folder)
     function.compile()
     out = torch.zeros(1, dtype=torch.int64)
-    ThreadPool(1, folder).run(ANSWER, dtype, 1, out.data_ptr())
+    ThreadPool(1, folder).run(ANSWER, dtype, 1, _Answer(out.data_ptr()))
     assert int(out) == 42
     return function.cache_hits == 1
 

@@ -23,9 +23,11 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 EMITTED_CODE = """
 import torch
-from whalepod.kernels.cpu import attention, dense, experts, int8_regions, thread_pool
-for kernel in (dense.LINEAR, experts.EXPERTS, int8_regions.LINEAR_INT8, attention.ATTENTION):
-    code = thread_pool.compile_afresh(kernel, torch.bfloat16).assembly()
+from whalepod.kernels.cpu import attention, experts, linear, thread_pool
+for kernel in (linear.LINEAR, experts.EXPERTS, linear.LINEAR_INT8, attention.ATTENTION):
+    function = thread_pool.new_function(kernel, torch.bfloat16)
+    function.compile()
+    code = function.assembly()
     print(*(code.count(name) for name in ("vdpbf16ps", "tdpbf16ps", "vpdpbusd", "tdpbsud")))
 """
 
@@ -64,8 +66,8 @@ def test_parity_holds_for_a_cpu_without_avx512() -> None:
     if not simd.target_has("avx512f"):
         return  # the tests of parity hold here as they stand
     chosen = (
-        "test_linear or test_heads or test_gated_mlp or test_experts or test_route or test_gumbel "
-        "or (test_mla_attention and 9-72 and bfloat16)"
+        "test_linear or test_batched_linear or test_gated_mlp or test_experts or test_route "
+        "or test_gumbel or (test_mla_attention and 9-72 and bfloat16)"
     )
     folder = Path(__file__).parent
     files = [str(folder / name) for name in ("test_cpu_parity.py", "test_int8.py")]

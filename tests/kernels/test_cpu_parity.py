@@ -101,7 +101,7 @@ def test_write_latent(dtype: torch.dtype, num_rows: int) -> None:
 
 @cases
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_heads(dtype: torch.dtype, num_rows: int, is_transposed: bool) -> None:
+def test_batched_linear(dtype: torch.dtype, num_rows: int, is_transposed: bool) -> None:
     x = random(num_rows, 3, 150, dtype=dtype)[..., :100]
     weight = random(3, 70, 100, dtype=dtype).transpose(1, 2)
     weight = weight if is_transposed else weight.contiguous()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whalepod import Engine, SamplingParams
-from whalepod.kernels.cpu import Int8CpuKernels
+from whalepod.kernels.cpu import CpuKernels
 from whalepod.kernels.reference import ReferenceKernels
 from whalepod.kernels.reference_int8 import (
     Int8ReferenceKernels,
@@ -19,7 +19,7 @@ from whalepod.kernels.reference_int8 import (
     round_weight,
 )
 
-KERNELS = Int8CpuKernels(num_threads=2)
+KERNELS = CpuKernels(num_threads=2, is_int8=True)
 TWIN, EXACT = Int8ReferenceKernels(), ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -67,18 +67,20 @@ def test_sensitive_weights_and_their_rows_are_not_rounded(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 11, 16, 40])
 @pytest.mark.parametrize("length", [30, 64, 200, 1024])
-def test_tiles_give_the_bits_of_vectors(num_rows: int, length: int) -> None:
+def test_tiles_give_the_bits_of_vectors(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, length: int
+) -> None:
     x, packed = random(num_rows, length), KERNELS.pack_linear(random(200, length, seed=1))
     found = []
-    for kernels in (Int8CpuKernels(num_threads=1), Int8CpuKernels(num_threads=1)):
-        kernels._int8_tile_rows = 1 if not found else 1 << 62
-        found.append(kernels.linear_f32(x, packed))
+    for tile_rows in (1, 1 << 62):
+        monkeypatch.setattr(packed.format, "tile_rows", tile_rows)
+        found.append(KERNELS.linear_f32(x, packed))
     assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
-def test_heads(dtype: torch.dtype, num_rows: int) -> None:
+def test_batched_linear(dtype: torch.dtype, num_rows: int) -> None:
     x, weight = random(num_rows, 3, 150, dtype=dtype)[..., :100], random(3, 100, 70, dtype=dtype)
     expected = TWIN.batched_linear(x, TWIN.pack_batched_linear(weight))
     assert_close(KERNELS.batched_linear(x, KERNELS.pack_batched_linear(weight)), expected, 8e-3)

@@ -54,9 +54,9 @@ def test_deepseek_v3_has_its_published_sizes() -> None:
 
 def test_int8_weights_take_the_bytes_that_the_kernels_pack_them_into() -> None:
     torch = pytest.importorskip("torch")
-    from whalepod.kernels.cpu import Int8CpuKernels
+    from whalepod.kernels.cpu import CpuKernels
 
-    packed = Int8CpuKernels(num_threads=1).pack_linear(torch.zeros(64, 128))
+    packed = CpuKernels(num_threads=1, is_int8=True).pack_linear(torch.zeros(64, 128))
     config = parse_config(preset_config("v3-mini"))
     sizes, embedding = measure(config), 32768 * 1024
     num_layers = config.num_layers + config.num_mtp_layers
