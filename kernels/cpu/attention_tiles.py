@@ -10,8 +10,6 @@ or interleaved on the way:
   where the instruction expects neighbouring keys. With (p, 0) on the left the sums are those of the
   even columns, with (0, p) of the odd ones: twice the products, but no copy of V. So o has, for 32
   columns, the 16 even ones first, then the odd ones; `write_pairs` puts them in order.
-
-While a chunk is mixed, the pages of the next one are asked for: one query is bound by memory.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ tdpbf16ps %tmm7, %tmm5, %tmm3"""
 
 
 @intrinsic
-def pack_queries(typingctx, q, stride, num_rows, num_steps, panel):
+def pack_queries(typingctx, q, stride, num_rows, num_steps, packed_q):
     """Write up to 16 rows as right operands: `[steps, 16 pairs, 16 rows, 2]`.
 
     Rows at or past `num_rows` become copies of the last one.
@@ -105,7 +103,7 @@ def pack_queries(typingctx, q, stride, num_rows, num_steps, panel):
 
 
 @intrinsic
-def _score_page(typingctx, panel, page, row_bytes, num_steps, scores):
+def _score_page(typingctx, packed_q, page, row_bytes, num_steps, scores):
     """Set scores[key, row] of the 64 keys at the address `page`."""
 
     def codegen(context, builder, signature, args):
@@ -114,16 +112,16 @@ def _score_page(typingctx, panel, page, row_bytes, num_steps, scores):
             assemble(builder, f"tilezero %tmm{tile}")
         rows = [builder.add(page_value, builder.mul(stride, I64(16 * g))) for g in range(4)]
         with cgutils.for_range(builder, steps) as loop:
-            panel_step = offset(builder, queries, builder.mul(loop.index, I64(LANES * STEP)))
+            queries_step = offset(builder, queries, builder.mul(loop.index, I64(LANES * STEP)))
             at = builder.mul(loop.index, I64(2 * STEP))
             operands = [builder.add(row, at) for row in rows]
-            assemble(builder, _SCORE_STEP, panel_step, I64(64), *operands, stride)
+            assemble(builder, _SCORE_STEP, queries_step, I64(64), *operands, stride)
         for tile in range(4):
             target = offset(builder, out, I64(tile * 16 * LANES))
             assemble(builder, f"tilestored %tmm{tile}, ($0,$1,1)", target, I64(64))
         return context.get_dummy_value()
 
-    signature = types.void(panel, types.int64, types.int64, types.int64, F32_POINTER)
+    signature = types.void(packed_q, types.int64, types.int64, types.int64, F32_POINTER)
     return signature, codegen
 
 
@@ -308,14 +306,14 @@ def _mix_pages(typingctx, tiles, pages, num_pages, row_bytes, num_columns, is_fi
 
 @njit
 def attend_pages(
-    panel, num_steps, keys, key_bytes, values, value_bytes, num_pages, num_columns, low, ends,
+    packed_q, num_steps, keys, key_bytes, values, value_bytes, num_pages, num_columns, low, ends,
     scale, scores, tiles, is_first, o, running,
 ):  # fmt: skip
     """Attend to whole pages; o [16, columns] is in the order of pairs, and not normalised.
 
     The caller starts and ends the tiles.
 
-    panel          from `pack_queries`
+    packed_q          from `pack_queries`
     keys, values   addresses of pages; their rows are `key_bytes`, `value_bytes` apart
     low, ends      row r sees keys low <= k < ends[r], counted from the first page's first
     scores, tiles  scratch: f32 [pages, 64, 16]; the address of pages * 8 KiB
@@ -328,7 +326,11 @@ def attend_pages(
             store(running, LANES + row, np.float32(0.0))
     for page in range(num_pages):
         _score_page(
-            panel, load(keys, page), key_bytes, num_steps, advance(scores, page * PAGE_SCORES)
+            packed_q,
+            load(keys, page),
+            key_bytes,
+            num_steps,
+            advance(scores, page * PAGE_SCORES),
         )
     count = num_pages * BLOCK_TOKENS
     if _softmax_columns(scores, low, ends, count, scale, running) and not is_first:

@@ -175,14 +175,14 @@ def _dot_bytes(builder: Any, acc: Any, weights: Any, values: Any) -> Any:
 
 
 def at(builder: Any, pointer: Any, index: Any, kind: Any) -> Any:
-    """Load a value of some type from `index` bytes behind a pointer."""
+    """Load a value of some type from `index` bytes after a pointer."""
     return builder.load(as_pointer(builder, offset(builder, pointer, index), kind), "", 1)
 
 
-def scales_of_columns(builder: Any, panel: Any, step: Any, half: int) -> Any:
+def scales_of_columns(builder: Any, tile: Any, step: Any, half: int) -> Any:
     """Return the scales of 16 columns for 32 of the 64 values of a step, as f32."""
     place = builder.add(builder.mul(step, I64(STEP_BYTES)), I64(GROUP * (STEP + 2 * half)))
-    return builder.fpext(at(builder, panel, place, _vector(_F16, GROUP)), _vector(F32, GROUP))
+    return builder.fpext(at(builder, tile, place, _vector(_F16, GROUP)), _vector(F32, GROUP))
 
 
 def add_scaled(builder: Any, slot: Any, total: Any, weight_scale: Any, row_scale: Any) -> None:
@@ -192,9 +192,9 @@ def add_scaled(builder: Any, slot: Any, total: Any, weight_scale: Any, row_scale
     builder.store(fma(builder, product, factor, builder.load(slot)), slot)
 
 
-def prefetch_ahead(builder: Any, panel: Any, place: Any, ahead_bytes: int) -> None:
+def prefetch_ahead(builder: Any, tile: Any, place: Any, ahead_bytes: int) -> None:
     """Ask for a line of a weight that will be wanted soon."""
-    prefetch(builder, offset(builder, panel, builder.add(place, I64(ahead_bytes))))
+    prefetch(builder, offset(builder, tile, builder.add(place, I64(ahead_bytes))))
 
 
 @intrinsic(prefer_literal=True)
@@ -212,9 +212,9 @@ def _int8_block(typingctx, num_rows, num_groups, x, x_stride, w, w_stride, lengt
         _, _, x_ptr, x_step, w_ptr, w_step, length_value, out_ptr = args
         records = [offset(builder, x_ptr, builder.mul(I64(r), x_step)) for r in range(rows)]
         scales = [offset(builder, record, length_value) for record in records]
-        panels = [offset(builder, w_ptr, builder.mul(I64(g), w_step)) for g in range(groups)]
+        tiles = [offset(builder, w_ptr, builder.mul(I64(g), w_step)) for g in range(groups)]
         slots = [
-            [cgutils.alloca_once_value(builder, ir.Constant(singles, None)) for _ in panels]
+            [cgutils.alloca_once_value(builder, ir.Constant(singles, None)) for _ in tiles]
             for _ in records
         ]
         num_steps = builder.lshr(length_value, I64(6))
@@ -230,9 +230,9 @@ def _int8_block(typingctx, num_rows, num_groups, x, x_stride, w, w_stride, lengt
             for j in range(8):
                 place = builder.add(start, I64(64 * j))
                 weights = []
-                for panel in panels:
-                    weights.append(at(builder, panel, place, integers))
-                    prefetch_ahead(builder, panel, place, _AHEAD_BYTES)
+                for tile in tiles:
+                    weights.append(at(builder, tile, place, integers))
+                    prefetch_ahead(builder, tile, place, _AHEAD_BYTES)
                 for r, record in enumerate(records):
                     index = builder.add(builder.shl(number, I64(5)), I64(4 * j))
                     values = splat(builder, at(builder, record, index, I32), GROUP)
@@ -240,8 +240,8 @@ def _int8_block(typingctx, num_rows, num_groups, x, x_stride, w, w_stride, lengt
                         _dot_bytes(builder, total, weight, values)
                         for total, weight in zip(totals[r], weights, strict=True)
                     ]
-            for g, panel in enumerate(panels):
-                weight_scale = scales_of_columns(builder, panel, step, half)
+            for g, tile in enumerate(tiles):
+                weight_scale = scales_of_columns(builder, tile, step, half)
                 for r, scale in enumerate(scales):
                     row_scale = at(builder, scale, pair, F32)
                     add_scaled(builder, slots[r][g], totals[r][g], weight_scale, row_scale)
@@ -278,7 +278,7 @@ def multiply_by_vectors(x, x_stride, num_rows, w, w_stride, num_groups, length, 
             _int8_block(1, 4, row, x_stride, w, w_stride, length, target)
         return
     for g in range(num_groups):
-        panel = advance(w, g * w_stride)
+        tile = advance(w, g * w_stride)
         for r in range(num_rows):
             row, target = advance(x, r * x_stride), advance(sums, r * BLOCK_COLUMNS + g * GROUP)
-            _int8_block(1, 1, row, x_stride, panel, w_stride, length, target)
+            _int8_block(1, 1, row, x_stride, tile, w_stride, length, target)

@@ -245,15 +245,15 @@ def _multiply_by_tiles(x, x_stride, num_rows, w, w_stride, num_groups, length, s
     _collect_scales(x, x_stride, num_rows, length, scales)
     _start_tiles(num_rows)
     for g in range(num_groups):
-        panel, target = advance(w, g * w_stride), advance(sums, g * GROUP)
+        tile, target = advance(w, g * w_stride), advance(sums, g * GROUP)
         if num_rows > 12:
-            _group_by_tiles(16, x, x_stride, num_rows, scales, panel, length, target)
+            _group_by_tiles(16, x, x_stride, num_rows, scales, tile, length, target)
         elif num_rows > 8:
-            _group_by_tiles(12, x, x_stride, num_rows, scales, panel, length, target)
+            _group_by_tiles(12, x, x_stride, num_rows, scales, tile, length, target)
         elif num_rows > 4:
-            _group_by_tiles(8, x, x_stride, num_rows, scales, panel, length, target)
+            _group_by_tiles(8, x, x_stride, num_rows, scales, tile, length, target)
         else:
-            _group_by_tiles(4, x, x_stride, num_rows, scales, panel, length, target)
+            _group_by_tiles(4, x, x_stride, num_rows, scales, tile, length, target)
     end_tiles()
 
 

@@ -81,15 +81,18 @@ def _copy_pages(a, head, first, place):
 @kernel_part
 def _attend(a, tiles, head, query, num_pages):
     """Attend with 16 queries of a head; `tiles` is the address of the thread's scratch."""
-    scores, panel_address = f32_pointer(tiles + _TILES), tiles + _TILES + _SCORES
-    panel, o_address = pointer_like(a.q, panel_address), panel_address + 2 * LANES * a.width
+    scores, q_address = f32_pointer(tiles + _TILES), tiles + _TILES + _SCORES
+    packed_q, o_address = (
+        pointer_like(a.q, q_address),
+        q_address + 2 * LANES * a.width,
+    )
     o, running_address = f32_pointer(o_address), o_address + 4 * LANES * a.value_width
     running, ends = f32_pointer(running_address), i32_pointer(running_address + 3 * 4 * LANES)
     keys = i64_pointer(running_address + 4 * 4 * LANES)
     values = advance(keys, PASS_PAGES)
     row, value_row = a.num_heads * a.width, a.num_heads * a.value_width
     count = min(LANES, a.num_queries - query)
-    pack_queries(advance(a.q, query * row + head * a.width), row, count, a.width // STEP, panel)
+    pack_queries(advance(a.q, query * row + head * a.width), row, count, a.width // STEP, packed_q)
     first_end = a.num_keys - a.num_queries + query + 1
     last_page = (first_end + count - 2) // _BLOCK_TOKENS
     start_tiles()
@@ -103,7 +106,7 @@ def _attend(a, tiles, head, query, num_pages):
             end = first_end + min(lane, count - 1) - page * _BLOCK_TOKENS
             store(ends, lane, np.int32(end))
         attend_pages(
-            panel, a.width // STEP, keys, 2 * a.width, values, 2 * a.value_width, pages,
+            packed_q, a.width // STEP, keys, 2 * a.width, values, 2 * a.value_width, pages,
             a.value_width, 0, ends, a.scale, scores, tiles, page == 0, o, running,
         )  # fmt: skip
     end_tiles()

@@ -22,7 +22,6 @@ from whalepod.kernels.cpu.simd import (
     as_pointer,
     intrinsic,
     is_bf16,
-    narrow,
     num_lanes,
     offset,
     target_has,
@@ -201,12 +200,11 @@ def mix_block(
 
     num_rows, num_tiles  literal ints: sums of `num_tiles` pairs of vectors per row in registers
     p, v                 pointers to bfloat16 or f32, the same type; strides in elements
-    out                  pointer to f32, or to bfloat16 (then `add` must be false)
+    out                  pointer to f32
     Rows of `v` at or past `length` are not read.
     """
     rows, tiles = num_rows.literal_value, num_tiles.literal_value
     mix = _Mix(is_bf16(v))
-    is_bf16_out = is_bf16(out)
 
     def codegen(context, builder, signature, args):
         args = args[2:]
@@ -217,24 +215,23 @@ def mix_block(
             rest = builder.sub(columns, start)
             stop = builder.add(start, builder.sub(rest, builder.srem(rest, I64(width))))
             with cgutils.for_range_slice(builder, start, stop, I64(width), inc=True) as (c, _):
-                _emit_mix(builder, mix, rows, count, args, c, None, is_bf16_out)
+                _emit_mix(builder, mix, rows, count, args, c, None)
             start = stop
         with builder.if_then(builder.icmp_signed("<", start, columns), likely=False):
             mask = lanes_below(builder, builder.sub(columns, start), mix.columns)
-            _emit_mix(builder, mix, rows, 1, args, start, mask, is_bf16_out)
+            _emit_mix(builder, mix, rows, 1, args, start, mask)
         return context.get_dummy_value()
 
     signature = types.void(
-        num_rows, num_tiles, p, types.int64, v, types.int64, types.int64, types.int64, out,
-        types.int64, types.boolean,
+        num_rows, num_tiles, p, types.int64, v, types.int64, types.int64, types.int64,
+        F32_POINTER, types.int64, types.boolean,
     )  # fmt: skip
     return signature, codegen
 
 
 def _emit_mix(
-    builder: Any, mix: _Mix, rows: int, tiles: int, args: Any, column: Any, mask: Any,
-    is_bf16_out: bool,
-) -> None:  # fmt: skip
+    builder: Any, mix: _Mix, rows: int, tiles: int, args: Any, column: Any, mask: Any
+) -> None:
     """Emit the sums of `tiles * mix.columns` columns of each row."""
     p_ptr, p_step, v_ptr, v_step, length, _, out_ptr, out_step, add = args
     p_rows = [offset(builder, p_ptr, builder.mul(I64(r), p_step)) for r in range(rows)]
@@ -248,13 +245,12 @@ def _emit_mix(
         [cgutils.alloca_once_value(builder, ir.Constant(mix.sums, None)) for _ in range(2)]
         for _ in outs
     ]
-    if not is_bf16_out:
-        single = ir.VectorType(F32, mix.columns)
-        with builder.if_then(add):
-            for out, pair in zip(outs, slots, strict=True):
-                old = load_vector(builder, out, single, mask)
-                for half, slot in zip(mix.split(builder, old), pair, strict=True):
-                    builder.store(half, slot)
+    single = ir.VectorType(F32, mix.columns)
+    with builder.if_then(add):
+        for out, pair in zip(outs, slots, strict=True):
+            old = load_vector(builder, out, single, mask)
+            for half, slot in zip(mix.split(builder, old), pair, strict=True):
+                builder.store(half, slot)
 
     def step(t: Any, is_pair: bool) -> None:
         values = []
@@ -279,7 +275,7 @@ def _emit_mix(
             step(whole, False)
     for out, pair in zip(outs, slots, strict=True):
         sums = mix.in_order(builder, [builder.load(slot) for slot in pair])
-        store_vector(builder, narrow(builder, sums) if is_bf16_out else sums, out, mask)
+        store_vector(builder, sums, out, mask)
 
 
 @intrinsic

@@ -54,7 +54,7 @@ _STEP_CODE = "\n".join(
 
 
 def can_use_tiles() -> bool:
-    """Ask the system for the tiles of this process; say whether they may be used."""
+    """Ask the system for the tiles of this process; return whether they may be used."""
     return HAS_TILES and bool(torch.cpu._init_amx())
 
 

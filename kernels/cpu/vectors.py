@@ -207,11 +207,7 @@ def _reduce(combine: Callable[..., Any], start: float) -> Callable[..., Any]:
                 values = builder.select(mask, values, initial)
             builder.store(combine(builder, builder.load(slot), values), slot)
 
-        whole = builder.and_(length, I64(-lanes))
-        with cgutils.for_range_slice(builder, I64(0), whole, I64(lanes), inc=True) as (i, _):
-            step(i, None)
-        with builder.if_then(builder.icmp_signed("<", whole, length), likely=False):
-            step(whole, lanes_below(builder, builder.sub(length, whole), lanes))
+        over_vectors(builder, length, lanes, step)
         total = builder.load(slot)
         while lanes > 1:
             lanes //= 2

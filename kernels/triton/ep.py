@@ -129,7 +129,7 @@ def wait(found_R, heap_address, words, epoch, max_polls):
         value = signal_fetch(word)
         polls += 1
     if value >= at_least:
-        signal_wait_until(word, _GE, at_least)  # returns at once, and orders the reads behind it
+        signal_wait_until(word, _GE, at_least)  # returns at once, and orders the reads after it
     tl.store(found_R + rank, value)
 
 
