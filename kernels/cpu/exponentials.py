@@ -6,7 +6,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from whalepod.kernels.cpu.simd import (
     F32,
@@ -19,7 +18,7 @@ from whalepod.kernels.cpu.simd import (
     num_lanes,
     offset,
 )
-from whalepod.kernels.cpu.vectors import load_vector, over_vectors, splat, store_vector
+from whalepod.kernels.cpu.vectors import call_llvm, load_vector, over_vectors, splat, store_vector
 
 _LANES = 16
 _LOG2_E = 1.4426950408889634
@@ -31,15 +30,6 @@ def _constant(kind: Any, value: float) -> Any:
     if isinstance(kind, ir.VectorType):
         return ir.Constant(kind, [value] * kind.count)
     return ir.Constant(kind, value)
-
-
-def _call(builder: Any, name: str, *operands: Any) -> Any:
-    """Call an LLVM intrinsic that is overloaded by its one type, a float or a vector of floats."""
-    kind = operands[0].type
-    suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
-    signature = ir.FunctionType(kind, [kind] * len(operands))
-    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}.{suffix}")
-    return builder.call(function, operands)
 
 
 def exponential(builder: Any, x: Any) -> Any:
@@ -54,12 +44,12 @@ def exponential(builder: Any, x: Any) -> Any:
     is_tiny = builder.fcmp_ordered("<", x, smallest)
     x = builder.select(is_tiny, smallest, x)
     x = builder.select(builder.fcmp_ordered(">", x, largest), largest, x)
-    n = _call(builder, "rint", builder.fmul(x, _constant(kind, _LOG2_E)))
-    r = _call(builder, "fma", n, _constant(kind, -_LN_2_HIGH), x)
-    r = _call(builder, "fma", n, _constant(kind, -_LN_2_LOW), r)
+    n = call_llvm(builder, "rint", builder.fmul(x, _constant(kind, _LOG2_E)))
+    r = call_llvm(builder, "fma", n, _constant(kind, -_LN_2_HIGH), x)
+    r = call_llvm(builder, "fma", n, _constant(kind, -_LN_2_LOW), r)
     p = _constant(kind, _TAYLOR[0])
     for coefficient in _TAYLOR[1:]:
-        p = _call(builder, "fma", p, r, _constant(kind, coefficient))
+        p = call_llvm(builder, "fma", p, r, _constant(kind, coefficient))
     exponent = builder.add(builder.fptosi(n, integers), _constant(integers, 127))
     scale = builder.bitcast(builder.shl(exponent, _constant(integers, 23)), kind)
     return builder.select(is_tiny, _constant(kind, 0.0), builder.fmul(p, scale))

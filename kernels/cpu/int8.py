@@ -37,13 +37,13 @@ from whalepod.kernels.cpu.simd import (
     widen,
 )
 from whalepod.kernels.cpu.vectors import (
+    call_llvm,
     fma,
     lanes_below,
     load_vector,
     prefetch,
     shuffle,
     splat,
-    unary,
 )
 
 BLOCK = 32
@@ -98,13 +98,13 @@ def _quantize_32(builder: Any, halves: list[Any]) -> tuple[list[Any], Any, Any]:
     def larger(a: Any, b: Any) -> Any:
         return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
-    amax = _fold(builder, larger(*[unary(builder, "fabs", h) for h in halves]), larger)
+    amax = _fold(builder, larger(*[call_llvm(builder, "fabs", h) for h in halves]), larger)
     scale = builder.fdiv(amax, F32(127.0))
     inverse = builder.fdiv(F32(1.0), scale)
     inverse = builder.select(builder.fcmp_ordered(">", scale, F32(0.0)), inverse, F32(0.0))
     factors = splat(builder, inverse, 16)
     values = [
-        builder.fptosi(unary(builder, "rint", builder.fmul(h, factors)), _vector(I32, 16))
+        builder.fptosi(call_llvm(builder, "rint", builder.fmul(h, factors)), _vector(I32, 16))
         for h in halves
     ]
     total = _fold(builder, builder.add(*values), builder.add)

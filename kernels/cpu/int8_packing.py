@@ -35,7 +35,7 @@ from whalepod.kernels.cpu.simd import (
     offset,
     widen,
 )
-from whalepod.kernels.cpu.vectors import fma, lanes_below, load_vector, splat, transpose, unary
+from whalepod.kernels.cpu.vectors import call_llvm, fma, lanes_below, load_vector, splat, transpose
 from whalepod.kernels.cpu.workspace import Workspace
 from whalepod.kernels.reference_int8 import INT8_DIVISORS, NUM_INT8_FITS
 
@@ -77,7 +77,7 @@ class _Search:
         """Return the value of each block that is furthest from 0."""
 
         def further(value: Any, before: Any) -> list[Any]:
-            size, size_before = (unary(self.builder, "fabs", x) for x in (value, before))
+            size, size_before = (call_llvm(self.builder, "fabs", x) for x in (value, before))
             return [_select(self.builder, ">", size, size_before, value, before)]
 
         return self.sums(further, 1)[0]
@@ -89,7 +89,7 @@ class _Search:
 
     def round(self, value: Any, inverse: Any) -> Any:
         """Return what is kept of the values, as f32."""
-        rounded = unary(self.builder, "rint", self.builder.fmul(value, inverse))
+        rounded = call_llvm(self.builder, "rint", self.builder.fmul(value, inverse))
         low, high = _constant(-128.0), _constant(127.0)
         rounded = _select(self.builder, "<", rounded, low, low, rounded)
         return _select(self.builder, ">", rounded, high, high, rounded)

@@ -23,7 +23,7 @@ from whalepod.kernels.cpu.simd import (
     offset,
     store,
 )
-from whalepod.kernels.cpu.vectors import load_vector, over_vectors, splat, store_vector
+from whalepod.kernels.cpu.vectors import fma, load_vector, over_vectors, splat, store_vector
 from whalepod.kernels.cpu.workspace import Workspace
 
 TOKENS_PER_ITEM = 4096
@@ -46,12 +46,6 @@ def _integers(value: int) -> Any:
     return ir.Constant(_INTEGERS, [value] * _LANES)
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    kind = ir.FunctionType(_DOUBLES, [_DOUBLES] * 3)
-    name = f"llvm.fma.v{_LANES}f64"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
-
-
 def _logarithm(builder: Any, x: Any) -> Any:
     """Return ln x of positive normal f64 to about an ulp.
 
@@ -68,11 +62,11 @@ def _logarithm(builder: Any, x: Any) -> Any:
     z = builder.fmul(s, s)
     series = _doubles(2.0 / (2 * _NUM_TERMS + 1))
     for n in range(_NUM_TERMS - 1, 0, -1):
-        series = _fma(builder, series, z, _doubles(2.0 / (2 * n + 1)))
+        series = fma(builder, series, z, _doubles(2.0 / (2 * n + 1)))
     # 2 s = f - s f, which keeps the last bits of f
     rest = builder.fmul(s, builder.fsub(builder.fmul(z, series), f))
     exponent = builder.sitofp(k, _DOUBLES)
-    low = _fma(builder, exponent, _doubles(_LN_2_LOW), rest)
+    low = fma(builder, exponent, _doubles(_LN_2_LOW), rest)
     return builder.fadd(builder.fmul(exponent, _doubles(_LN_2_HIGH)), builder.fadd(f, low))
 
 

@@ -217,12 +217,6 @@ def f32_pointer(typingctx, address):
 
 
 @intrinsic
-def u8_pointer(typingctx, address):
-    """Return an address as a pointer to bytes."""
-    return U8_POINTER(types.int64), _pointer_from_address(U8_POINTER)
-
-
-@intrinsic
 def i64_pointer(typingctx, address):
     """Return an address as a pointer to int64."""
     return I64_POINTER(types.int64), _pointer_from_address(I64_POINTER)

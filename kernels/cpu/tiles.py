@@ -40,7 +40,6 @@ _STEP = 32
 """Values along k of one tile."""
 
 _SUMS = range(4)
-_ROWS = 4
 _WEIGHTS = (5, 6, 7)
 
 _STEP_CODE = "\n".join(

@@ -76,18 +76,19 @@ def over_vectors(builder: Any, size: Any, lanes: int, step: Callable[[Any, Any],
         step(whole, lanes_below(builder, builder.sub(size, whole), lanes))
 
 
+def call_llvm(builder: Any, name: str, *operands: Any) -> Any:
+    """Call an LLVM intrinsic that is overloaded by its one type: a float, or a vector of floats."""
+    kind = operands[0].type
+    is_vector = isinstance(kind, ir.VectorType)
+    element = "f64" if (kind.element if is_vector else kind) == ir.DoubleType() else "f32"
+    suffix = f"v{kind.count}{element}" if is_vector else element
+    signature = ir.FunctionType(kind, [kind] * len(operands))
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}.{suffix}")
+    return builder.call(function, operands)
+
+
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    name = f"llvm.fma.v{a.type.count}f32"
-    signature = ir.FunctionType(a.type, [a.type] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [a, b, c])
-
-
-def unary(builder: Any, name: str, x: Any) -> Any:
-    """Call an LLVM intrinsic of one f32 or vector of f32, e.g. "fabs" or "rint"."""
-    kind = ir.FunctionType(x.type, [x.type])
-    suffix = f"v{x.type.count}f32" if isinstance(x.type, ir.VectorType) else "f32"
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.{suffix}")
-    return builder.call(function, [x])
+    return call_llvm(builder, "fma", a, b, c)
 
 
 def rounded(builder: Any, a: Any) -> Any:
@@ -95,9 +96,7 @@ def rounded(builder: Any, a: Any) -> Any:
 
     LLVM is free here to turn a product and a sum into one operation, which rounds once.
     """
-    name = f"llvm.arithmetic.fence.v{a.type.count}f32"
-    signature = ir.FunctionType(a.type, [a.type])
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [a])
+    return call_llvm(builder, "arithmetic.fence", a)
 
 
 def prefetch(builder: Any, pointer: Any) -> None:
