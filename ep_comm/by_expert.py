@@ -41,6 +41,7 @@ class ByExpert:
             rows_per_expert=config.rows_per_expert,
         )
         self.buffers = [_new_buffers(config) for _ in range(NUM_SETS)]
+        self._views = [_views(config, buffers) for buffers in self.buffers]
 
     def begin(self, handle: Handle) -> None:
         """Choose where the rows of a call go."""
@@ -60,12 +61,11 @@ class ByExpert:
         """Return what has come."""
         out = handle.spread
         assert out is not None
-        shape = (self._config.num_local, -1) if self._config.rows_per_expert else (-1,)
-        has_scales = bool(out.scales_SG.shape[1])
+        rows, scales, info = self._views[TransferId(handle.call).set_index]
         return Dispatched(
-            rows=out.rows_SH.view(*shape, self._config.hidden),
-            scales=out.scales_SG.view(*shape, out.scales_SG.shape[1]) if has_scales else None,
-            info=out.info_S.view(shape),
+            rows=rows,
+            scales=scales,
+            info=info,
             count_E=out.count_E,
             ranges=ExpertRanges(
                 first_row_E=out.first_row_E,
@@ -114,6 +114,14 @@ def _new_buffers(config: ExchangeConfig) -> SpreadRows:
         count_R=torch.zeros(ranks, dtype=torch.int64),
         num_rows=torch.zeros(1, dtype=torch.int64),
     )
+
+
+def _views(config: ExchangeConfig, out: SpreadRows) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return rows, scales and source tokens in the shape of the layout."""
+    shape = (config.num_local, -1) if config.rows_per_expert else (-1,)
+    num_scales = out.scales_SG.shape[1]
+    scales = out.scales_SG.view(*shape, num_scales) if num_scales else None
+    return out.rows_SH.view(*shape, config.hidden), scales, out.info_S.view(shape)
 
 
 def _poison(buffers: SpreadRows) -> None:

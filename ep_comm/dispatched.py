@@ -25,7 +25,7 @@ class Handle:
     count_R      rows per token: how many come from each source, if that was gathered
     received     per chunk, source rank -> (first row, rows)
     forwarded    per chunk, source node -> `[n, J]` bool: which neighbour each row was passed on to
-    in_combine   the chunk that is to be combined next, or is being combined
+    in_combine   the chunk that is to be combined next, or is being combined; at first the first one
     sums_TH      what has come back so far
     """
 

@@ -20,7 +20,7 @@ from whalepod.ep_comm.group import CallFailed, CallStatus, Group
 from whalepod.ep_comm.routed_experts import LocalExperts
 from whalepod.kernels.interface import Kernels, Packed
 
-COMBINE_TIMEOUTS = 2.0
+COMBINE_FACTOR = 2.0
 """A combine waits longer than a dispatch: a rank may come to it only after its own dispatch has
 run into the timeout, and must not be taken for the dead one."""
 
@@ -39,7 +39,7 @@ class Timeouts:
 
     @property
     def combine_ms(self) -> float:
-        return COMBINE_TIMEOUTS * self.dispatch_ms
+        return COMBINE_FACTOR * self.dispatch_ms
 
 
 def ignore_progress(layer: str, operation: str) -> None:

@@ -161,7 +161,7 @@ class ExpertExchange:
 
     def receive_dispatch(self, handle: Handle, timeout_ms: float) -> Dispatched:
         """Do the second half of a dispatch; called through `DispatchInFlight`."""
-        deadline_ms, transfer = self.group.deadline(timeout_ms), self._first(handle)
+        deadline_ms, transfer = self.group.deadline(timeout_ms), handle.in_combine
         store, status = self._phases.store, self._nothing_wrong(DISPATCH, transfer)
         store.begin(handle)
         if self._compiled is not None and not self.group.suspects:
@@ -193,7 +193,7 @@ class ExpertExchange:
             return flight.receive(deadline_ms - self.group.transport.now_ms())
         self._check_live(handle)
         if compiled.combine(self._rows(y), handle, deadline_ms):
-            return self._end(handle, self._nothing_wrong(COMBINE, self._first(handle)))
+            return self._end(handle, self._nothing_wrong(COMBINE, handle.in_combine))
         return self._receive_chunks(y, handle, deadline_ms, timeout_ms)
 
     def send_combine(self, y: Tensor, handle: Handle) -> CombineInFlight:
@@ -206,7 +206,7 @@ class ExpertExchange:
         if compiled is not None:
             compiled.send_combine(y, handle)
         else:
-            self._phases.send_back(self._first(handle), handle, y)
+            self._phases.send_back(handle.in_combine, handle, y)
         return CombineInFlight(self, handle, y)
 
     def receive_combine(
@@ -215,13 +215,13 @@ class ExpertExchange:
         """Do the second half of a combine; called through `CombineInFlight`."""
         deadline_ms, compiled = self.group.deadline(timeout_ms), self._compiled_for(handle)
         if compiled is not None and compiled.receive_combine(handle, deadline_ms):
-            return self._end(handle, self._nothing_wrong(COMBINE, self._first(handle)))
+            return self._end(handle, self._nothing_wrong(COMBINE, handle.in_combine))
         return self._receive_chunks(y, handle, deadline_ms, timeout_ms)
 
     def _receive_chunks(
         self, y: Tensor, handle: Handle, deadline_ms: float, timeout_ms: float
     ) -> tuple[Tensor, CallStatus]:
-        transfer, grace_ms = self._first(handle), _FORWARD_GRACE * timeout_ms
+        transfer, grace_ms = handle.in_combine, _FORWARD_GRACE * timeout_ms
         status = self._nothing_wrong(COMBINE, transfer)
         while transfer.chunk < handle.num_chunks and not status.must_stop:
             if transfer.chunk:
@@ -278,9 +278,6 @@ class ExpertExchange:
     def _forget(self) -> None:
         self._live.clear()
         self._in_dispatch = None
-
-    def _first(self, handle: Handle) -> TransferId:
-        return TransferId(handle.call, 0, self._chunk_bits)
 
     def _nothing_wrong(self, operation: str, transfer: TransferId) -> CallStatus:
         return CallStatus(operation=operation, epoch=transfer.epoch)
