@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -29,13 +30,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
-    )
-    for name in filter(None, tracked.stdout.split("\0")):
-        if not name.startswith(("tests/", ".src")) and (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    left_out = shutil.ignore_patterns(".*", "tests", "build", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, source, ignore=left_out)
     build = f"from setuptools.build_meta import build_wheel; print(build_wheel({str(folder)!r}))"
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
     (found,) = folder.glob("*.whl")
