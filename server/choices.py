@@ -20,9 +20,7 @@ if TYPE_CHECKING:  # launchers choose a transport, and load no torch for it
 
 def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
     """Return the operations of the device, compiled. Raises StartupError."""
-    from whalepod.kernels.cpu import CpuKernels
-    from whalepod.kernels.reference import ReferenceKernels
-    from whalepod.kernels.reference_int8 import Int8ReferenceKernels
+    # a backend is imported only where it is chosen
     from whalepod.models.source import compiled_code_folder
     from whalepod.server.progress import reporter
 
@@ -30,7 +28,12 @@ def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
     if device.device != "cpu":
         raise StartupError(f"device {device.device!r} is not supported yet: use --device cpu")
     if device.kernels == "reference":
+        from whalepod.kernels.reference import ReferenceKernels
+        from whalepod.kernels.reference_int8 import Int8ReferenceKernels
+
         return Int8ReferenceKernels() if is_int8 else ReferenceKernels()
+    from whalepod.kernels.cpu import CpuKernels
+
     kernels = CpuKernels(
         num_threads=device.num_threads or None,
         is_invariant=device.batch_invariant,
