@@ -203,13 +203,16 @@ def _recorded(kernels: Kernels) -> Iterator[_Found]:
 
     replaced: dict[str, Callable[..., Any]] = {name: wrap(name) for name in _OPERATIONS}
     replaced["replay"] = lambda key, dtype, compute: compute()
+    own = {name: vars(kernels)[name] for name in replaced if name in vars(kernels)}
     for name, function in replaced.items():
         setattr(kernels, name, function)
     try:
         yield found
     finally:
         for name in replaced:
-            delattr(kernels, name)
+            delattr(kernels, name)  # a method of the class is there again
+        for name, function in own.items():
+            setattr(kernels, name, function)
 
 
 def _count(kernels: Kernels, name: str, arguments: Sequence[Any]) -> tuple[int, int]:
