@@ -113,7 +113,7 @@ class SpreadExperts:
     """`RoutedExperts` of one layer, over the exchange that the step has.
 
     By expert with f32 rows on the way back, the owner of a token sums its unrounded expert rows in
-    k order, as one rank with all experts does: the bits are the same (DESIGN: batch-invariant
+    k order, as one rank with all experts does: the bits are the same (ARCHITECTURE: batch-invariant
     mode). Per token a rank sums its own experts of a token: fewer bytes, another order of sums.
     """
 

@@ -15,17 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whalepod.kernels.int8_scales import INT8_DIVISORS, NUM_INT8_FITS
 from whalepod.kernels.interface import Packed
 from whalepod.kernels.reference import ReferenceKernels, sigmoid
 
 INT8_BLOCK = 32
 """Values with one scale."""
-
-INT8_DIVISORS = (127.0, *torch.linspace(128.4, 112.0, 32, dtype=torch.float64).float().tolist())
-"""What the value furthest from 0 is divided by to get a scale; the first one is that of q8_0."""
-
-NUM_INT8_FITS = 2
-"""How often the best scale so far is fitted to its rounded values."""
 
 
 class RoundedWeight(NamedTuple):

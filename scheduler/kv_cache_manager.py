@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whalepod.scheduler.blocks import BlockPool
+from whalepod.scheduler.block_pool import BlockPool
 from whalepod.scheduler.plan import BlockCopy
 from whalepod.scheduler.prefix import Node, PrefixHit, PrefixTree
 from whalepod.scheduler.request import Sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whalepod.scheduler.blocks import BlockPool
+from whalepod.scheduler.block_pool import BlockPool
 from whalepod.scheduler.config import SchedulerConfig
 from whalepod.scheduler.invariants import check_results, check_sequences, held_blocks
 from whalepod.scheduler.kv_cache_manager import KVCacheManager

@@ -73,7 +73,8 @@ class ParallelConfig:
         "nvshmem need --device cuda",
     ] = "auto"
     dispatch_timeout_s: Annotated[
-        float, "a rank that is so late in a layer is suspect; a step's gather waits eight times"
+        float,
+        "a rank this late in a layer is suspect; before a step the others wait 4 times as long",
     ] = 10.0
     rank_return_timeout_s: Annotated[
         float, "how long requests wait for a lost rank to come back before they end with a 503"

@@ -37,7 +37,7 @@ from whalepod.kernels.cpu.simd import (
 )
 from whalepod.kernels.cpu.vectors import call_llvm, fma, lanes_below, load_vector, splat, transpose
 from whalepod.kernels.cpu.workspace import Workspace
-from whalepod.kernels.reference_int8 import INT8_DIVISORS, NUM_INT8_FITS
+from whalepod.kernels.int8_scales import INT8_DIVISORS, NUM_INT8_FITS
 
 _SINGLES, _INTEGERS = ir.VectorType(F32, GROUP), ir.VectorType(I32, GROUP)
 _F16S = ir.VectorType(ir.HalfType(), GROUP)

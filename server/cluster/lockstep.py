@@ -1,4 +1,4 @@
-"""What a group does next, as a pure function of the records of its ranks (DESIGN: lockstep).
+"""What a group of ranks does next, as a pure function of their records.
 
 Every rank feeds the same records to its own `Lockstep` and comes to the same decision; nothing here
 measures, waits or sends.

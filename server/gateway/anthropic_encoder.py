@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from whalepod.server.gateway.blocks import (
+from whalepod.server.gateway.content_blocks import (
     Block,
     BlockEnded,
     BlockEvent,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from whalepod.scheduler.plan import TokenLogprob
-from whalepod.server.gateway.blocks import Block, BlockGrew, BlockStarted
+from whalepod.server.gateway.content_blocks import Block, BlockGrew, BlockStarted
 from whalepod.server.gateway.encoder import (
     DONE,
     LOWEST_LOGPROB,

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from whalepod.scheduler.plan import TokenLogprob
 from whalepod.server.gateway.api_errors import ApiError
-from whalepod.server.gateway.blocks import (
+from whalepod.server.gateway.content_blocks import (
     Block,
     BlockEnded,
     BlockEvent,

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from whalepod.server.gateway.api_errors import ApiError
-from whalepod.server.gateway.blocks import Block
+from whalepod.server.gateway.content_blocks import Block
 from whalepod.server.gateway.responses_input import Item, ResponsesRequest, resolved
 
 _ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}

@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 
 from whalepod.scheduler.params import SamplingParams
 from whalepod.server.gateway.api_errors import ApiError
-from whalepod.server.gateway.blocks import (
+from whalepod.server.gateway.chat_encoder import LogprobsWriter
+from whalepod.server.gateway.content_blocks import (
     Block,
     BlockEnded,
     BlockEvent,
     BlockGrew,
     BlockStarted,
 )
-from whalepod.server.gateway.chat_encoder import LogprobsWriter
 from whalepod.server.gateway.encoder import PING, named_frame
 from whalepod.server.gateway.events import (
     Choice,

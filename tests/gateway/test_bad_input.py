@@ -28,7 +28,7 @@ def _engine_untouched_after_little_work(engine: FakeEngine) -> Iterator[None]:
     started_s = time.process_time()  # a busy machine is no fault of ours
     yield
     assert engine.submitted == []
-    assert time.process_time() - started_s < 50 * million_steps_s()
+    assert time.process_time() - started_s < 200 * million_steps_s()
 
 
 def chat_error(client: TestClient, status: int = 400, **fields: Any) -> dict[str, Any]:
@@ -269,4 +269,4 @@ def test_hostile_bodies_are_scanned_in_linear_time() -> None:
     for body in (b'"' + b'\\"' * 1_000_000, b'"' * 1_000_001, b"[" * 10**6 + b"]" * 10**6):
         started_s = time.process_time()
         is_deeper_than(body, 64)
-        assert time.process_time() - started_s < 25 * million_steps_s()
+        assert time.process_time() - started_s < 100 * million_steps_s()

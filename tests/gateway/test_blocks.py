@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from whalepod.server.gateway.blocks import (
+from whalepod.server.gateway.content_blocks import (
     BlockEnded,
     BlockEvent,
     BlockGrew,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.scheduler.simulated_engine import SimulatedEngine, make_request, make_scheduler
-from whalepod.scheduler.blocks import BlockPool, OutOfBlocks
+from whalepod.scheduler.block_pool import BlockPool, OutOfBlocks
 from whalepod.scheduler.plan import Plan
 from whalepod.scheduler.prefix import PrefixTree
 from whalepod.scheduler.scheduler import Scheduler

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from whalepod.server.gateway.blocks import BlockWriter
 from whalepod.server.gateway.chat_formats.arguments import ArgumentReader
 from whalepod.server.gateway.chat_formats.interface import ParserOptions, Start
 from whalepod.server.gateway.chat_formats.scanning import Delimiters, Scanner, TrailingNewlines
+from whalepod.server.gateway.content_blocks import BlockWriter
 
 THINK, THINK_END = "<think>", "</think>"
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -1,4 +1,4 @@
-"""The contract between a model chat_format and the rest of the gateway: text in, blocks out."""
+"""The contract between a chat format and the rest of the gateway: text in, blocks out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
-from whalepod.server.gateway.blocks import BlockWriter
+from whalepod.server.gateway.content_blocks import BlockWriter
 from whalepod.server.structured.schema_rules import RuleSet
 
 Start: TypeAlias = Literal["reasoning", "content", "open"]

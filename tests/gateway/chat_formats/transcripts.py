@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from whalepod.server.gateway.blocks import BlockEnded, BlockEvent, BlockGrew, BlockStarted
 from whalepod.server.gateway.chat_formats.interface import ChatFormat, Parser, ParserOptions, Start
+from whalepod.server.gateway.content_blocks import BlockEnded, BlockEvent, BlockGrew, BlockStarted
 
 CITY: dict[str, Any] = {
     "type": "object",
