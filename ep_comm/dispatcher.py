@@ -43,7 +43,7 @@ class Timeouts:
 
 
 def ignore_progress(layer: str, operation: str) -> None:
-    """Be the `OnProgress` of those who watch nothing."""
+    """The `OnProgress` of a group that is not watched."""
 
 
 class Dispatcher:

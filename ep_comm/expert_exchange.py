@@ -283,7 +283,7 @@ class ExpertExchange:
         return CallStatus(operation=operation, epoch=transfer.epoch)
 
     def _compiled_for(self, handle: Handle) -> CompiledPhases | None:
-        """Return them if they know what was dispatched, and all ranks are to be waited for."""
+        """Return the compiled phases if they made this result and no rank is suspect."""
         return self._compiled if handle.is_compiled and not self.group.suspects else None
 
     def _check_live(self, handle: Handle) -> None:

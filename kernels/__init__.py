@@ -1,1 +1,1 @@
-"""Tensor operations behind one interface: `interface.py` says what, `reference.py` means it."""
+"""Tensor operations behind one interface, which `reference.py` defines in plain torch."""

@@ -1,7 +1,7 @@
 """The safetensors files of a checkpoint folder: which tensor lies where, and the bytes behind it.
 
 Files are memory-mapped. Reading a tensor makes a view of the map, and the kernel loads a page when
-somebody looks at it: a tensor that nobody reads costs nothing. Pickle files are never opened.
+it is read: a tensor that is never read costs nothing. Pickle files are never opened.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class SpeculationConfig:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether somebody asked for drafts, so that they are made for models without a layer of
+        """Whether drafts were asked for, so that they are made for models without a layer of
         their own too."""
         return (
             self.speculation in ("adaptive", "fixed")

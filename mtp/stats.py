@@ -16,7 +16,7 @@ FIRST_GUESS = ONE * 3 // 4
 BATCH_MEMORY, REQUEST_MEMORY = 32, 8
 """Drafts that the averages of all requests, and of a single one, reach back."""
 FORGET_AFTER = 128
-"""Steps after which a position that is not tried any more is thought better of."""
+"""Steps without a draft at a position until its acceptance is assumed to have risen."""
 TIMES_HOLD_STEPS = 512
 """Steps after which a time that was not measured again is forgotten."""
 LEAST_OF_STEPS = 16

@@ -52,7 +52,7 @@ from whalepod.server.structured.interface import Compiler
 def build_engine(config: EngineConfig) -> EngineCore:
     """Load the model and put an engine around it, warmed up and ready.
 
-    Raises StartupError, one sentence, for what a user can mend.
+    Raises StartupError, one sentence, for what a user can fix.
     """
     if config.parallel.expert_parallel_size > 1:
         raise StartupError(

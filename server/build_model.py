@@ -150,7 +150,7 @@ def load_mtp(
 def load_model_for_bench(config: EngineConfig, num_positions: int) -> tuple[DeepseekV3, Kernels]:
     """Load a model without an engine around it, for texts of up to `num_positions` tokens.
 
-    Raises StartupError, one sentence, for what a user can mend.
+    Raises StartupError, one sentence, for what a user can fix.
     """
     limits = replace(config.scheduler, max_model_len=num_positions)
     off = replace(config.speculation, speculation="off")
@@ -161,7 +161,7 @@ def load_model_for_bench(config: EngineConfig, num_positions: int) -> tuple[Deep
 
 @contextmanager
 def startup_errors() -> Iterator[None]:
-    """Raise StartupError, one sentence, for what goes wrong in the block and a user can mend."""
+    """Raise StartupError, one sentence, for what goes wrong in the block and a user can fix."""
     try:
         yield
     except (ConfigError, SourceError, WeightsError, NotInvariantError) as error:

@@ -161,7 +161,7 @@ class EngineChannel:
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(self._socket.get(zmq.FD))
         self._loop.add_reader(self._descriptor, self._exchange)
-        self._exchange()  # what came earlier rings no bell any more
+        self._exchange()  # what came earlier makes the descriptor readable no more
         self._watch = asyncio.create_task(self._watch_process())
         self._watch.add_done_callback(self._watch_ended)
         return self

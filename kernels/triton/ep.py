@@ -106,7 +106,7 @@ def put(
 def signal(counts_R, heap_address, word, epoch):
     """Complete this rank's puts, then tell one rank how many records it has got. Grid: (R,).
 
-    Runs behind the launch that put: quiet is about all puts of the rank, whoever began them.
+    Runs after the launch that put: quiet completes all puts of the rank, of every kernel.
     """
     rank = tl.program_id(0)
     quiet()
@@ -227,7 +227,7 @@ def combine_pack(
 ):
     """Write one expert's row for its source to the staging region. Grid: (M * K, R).
 
-    A source's rows lie one behind the other, in the order of its tokens and their choices.
+    A source's rows lie in the order of its tokens and their choices, without gaps.
     """
     selection, rank = tl.program_id(0), tl.program_id(1)
     num_selections = tl.num_programs(0)

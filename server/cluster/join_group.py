@@ -149,7 +149,7 @@ class JoinedGroup:
         return None if reason is None else end_group(self._store, End(1, reason))
 
     def _silent(self) -> str | None:
-        """Return which launcher is not heard of any more."""
+        """Return the launcher whose beats have stopped."""
         now = self._clock()
         for launcher, (last, since) in self._heard.items():
             beat = self._store.get(f"beat/{launcher}")

@@ -183,7 +183,7 @@ class RankGroup:
 
     @property
     def folder(self) -> Path:
-        """Return what this machine's ranks and their launcher share; nobody else reads it."""
+        """Return what this machine's ranks and their launcher share; nothing else reads it."""
         return self._local.folder
 
     @property
@@ -244,7 +244,7 @@ class RankGroup:
         return None
 
     def take_out(self, rank: int, reason: str) -> None:
-        """End a lost rank for good and tell the others, or let all end if it cannot come back."""
+        """End a lost rank's process and tell the others; or end a group to which none returns."""
         if self._joined is not None:
             self._joined.lose(rank, reason)
             return

@@ -150,7 +150,7 @@ class EngineCore:
     def _submit(self, submit: Submit) -> Rejected | None:
         """Queue a request, or keep it until its grammar is compiled.
 
-        Whatever speaks against it is said here: later it has no refusal any more, only a failure.
+        All refusals are answered here: a queued request can fail, but is not refused.
         """
         try:
             self._take(submit)

@@ -41,7 +41,7 @@ class _Stream(Enum):
 class SampleRequest:
     """One token to choose: `position` is its index in the sequence's whole text.
 
-    `before` are the tokens in front of it that the state has not observed. With acceptance by
+    `before` are the tokens before it that the state has not observed. With acceptance by
     rejection `draft` is the guess that is judged here, drawn from `log_q_V` (None: it was certain).
     """
 

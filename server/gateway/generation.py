@@ -220,7 +220,7 @@ async def _generate_one(
                     engine.abort_answer(run.submit.request_id, output.index)
                 for event in events:
                     if isinstance(event, Finished):
-                        # a stop string may lie in front of the limit that the engine saw
+                        # a stop string may come before the limit that the engine saw
                         reason = "length" if event.reason == "length" else "stop"
                         prompt_timer.finished(output.index, reason)
                     yield event

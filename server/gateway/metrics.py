@@ -153,7 +153,7 @@ class Metrics:
         )
         self.time_per_token = self._histogram(
             "request_time_per_output_token_seconds",
-            "Mean time of a choice's tokens behind the first.",
+            "Mean time of a choice's tokens after the first.",
             _TOKEN_BUCKETS_S,
         )
         self.end_to_end, self.queue, self.prefill, self.decode, self.inference = (
