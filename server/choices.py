@@ -40,7 +40,7 @@ def choose_kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
         is_int8=is_int8,
         code_folder=compiled_code_folder(),
     )
-    kernels.warm_up(dtype, reporter("compiling kernels (once)", "regions"))
+    kernels.warm_up(dtype, reporter("compiling kernels (once)", "kernels"))
     return kernels
 
 
