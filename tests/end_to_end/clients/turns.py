@@ -15,9 +15,13 @@ NOTED = "The file says when the harbour opens."
 
 
 def _call(tool: str, /, **arguments: Any) -> list[str]:
-    """Write a call of a tool, cut inside its markup and inside its arguments."""
-    text = "".join(block(v31_call(tool, json.dumps(arguments))))
-    return [text[start : start + 40] for start in range(0, len(text), 40)]
+    """Write a call of a tool, cut before its arguments.
+
+    Cuts inside would make other tokens, which the grammar of strict calls does not allow.
+    """
+    text = block(v31_call(tool, json.dumps(arguments)))
+    start = text.index("{")
+    return [text[:start], text[start:]]
 
 
 TURNS: list[dict[str, Any]] = [
