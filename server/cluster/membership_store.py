@@ -80,7 +80,7 @@ class FolderStore:
 
     def commit(self, membership: Membership) -> bool:
         """Make it the newest one; False if its epoch is taken, or not the next one."""
-        if membership.epoch > 1 and not self._path(membership.epoch - 1).exists():
+        if membership.epoch != self.newest().epoch + 1:
             return False
         draft = self._folder / f"draft-{os.getpid()}-{threading.get_ident()}"
         draft.write_text(json.dumps(sorted(membership.members)), encoding="ascii")
@@ -90,6 +90,7 @@ class FolderStore:
             return False
         finally:
             draft.unlink()
+        self._known = membership
         return True
 
     def join(self, rank: int) -> None:

@@ -240,6 +240,24 @@ def test_many_that_commit_at_once_all_succeed_in_the_end(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"epoch-{i}" for i in range(1, 9)]
 
 
+def test_a_rank_is_removed_also_when_the_file_of_the_membership_has_vanished(
+    tmp_path: Path,
+) -> None:
+    """To commit is not to ask for that file: `change` would try for ever."""
+    stores = [FolderStore(tmp_path) for _ in range(2)]
+    stores[0].join(0)
+    stores[0].join(1)
+    assert stores[1].newest().epoch == 2
+    for file in tmp_path.iterdir():
+        file.unlink()
+
+    assert stores[0].commit(Membership(3, frozenset({0})))
+    assert not stores[1].commit(Membership(3, frozenset({1})))
+    assert not stores[1].commit(Membership(5, frozenset({1})))
+    stores[1].remove(frozenset({0}))
+    assert [store.newest() for store in stores] == [Membership(4)] * 2
+
+
 def test_a_membership_whose_file_has_vanished_still_holds(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store.join(0)
