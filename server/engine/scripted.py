@@ -129,9 +129,9 @@ class ScriptedEngine(EngineCore):
     def _note(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
             script = self._find(tuple(message.prompt_token_ids))
-            for index in range(message.num_sequences if script is not None else 0):
-                assert script is not None
-                self._answers[message.request_id, index] = _Answer(script)
+            if script is not None:
+                for index in range(message.num_sequences):
+                    self._answers[message.request_id, index] = _Answer(script)
         elif isinstance(message, Abort):
             for key in [key for key in self._answers if key[0] == message.request_id]:
                 if message.index in (None, key[1]):

@@ -306,7 +306,7 @@ def test_ranks_that_sum_their_own_experts_survive_mishaps_too(nano: str, sockets
     mishaps = [
         Mishap(rank, place, action)
         for action in ("SIGKILL", "SIGSTOP", "raise")
-        for rank, place in ((0, "dispatch"), (1, "combine"))
+        for rank, place in ((0, "dispatch, sending"), (1, "combine"))
     ]
 
     async def scenario(group: RankGroup) -> None:

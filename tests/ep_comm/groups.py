@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.ep_comm.faulty import FaultPlan, FaultyTransport
 from tests.equality import assert_same_bits
+from whalepod.ep_comm.config import ExchangeConfig, ExchangeRegions, reserve
 from whalepod.ep_comm.heap import HeapLayout
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import LoopbackGroup, results_of
@@ -65,6 +66,12 @@ def make_inputs(
         x_TH = torch.randn(num_tokens, hidden, generator=random).to(dtype)
         inputs.append(Inputs(x_TH, ids_TK, torch.rand(ids_TK.shape, generator=random)))
     return inputs
+
+
+def make_heap(config: ExchangeConfig) -> tuple[HeapLayout, ExchangeRegions]:
+    """Return a layout that holds one exchange, and its regions."""
+    heap = HeapLayout(config.num_ranks)
+    return heap, reserve(heap, config, "exchange")
 
 
 def run_loopback(

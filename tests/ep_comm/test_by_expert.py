@@ -16,17 +16,17 @@ from tests.ep_comm.groups import (
     TIMEOUT_MS,
     Inputs,
     assert_faults_change_nothing,
+    make_heap,
     make_inputs,
     num_examples,
     run_faulty,
     run_loopback,
 )
 from tests.equality import assert_same_bits
-from whalepod.ep_comm.config import ExchangeConfig, ExchangeRegions, reserve
+from whalepod.ep_comm.config import ExchangeConfig, ExchangeRegions
 from whalepod.ep_comm.dispatched import Dispatched
 from whalepod.ep_comm.expert_exchange import ExpertExchange, LiveResultError
 from whalepod.ep_comm.group import Group
-from whalepod.ep_comm.heap import HeapLayout
 from whalepod.ep_comm.row_kernels.compiled import CompiledRows
 from whalepod.ep_comm.rows import dequantize_rows, quantize_rows
 from whalepod.ep_comm.transport.interface import Transport
@@ -46,11 +46,6 @@ def make_config(num_ranks: int, **changes: object) -> ExchangeConfig:
         "combine_dtype": "float32",
     }
     return ExchangeConfig(**(fields | changes))  # type: ignore[arg-type]
-
-
-def make_heap(config: ExchangeConfig) -> tuple[HeapLayout, ExchangeRegions]:
-    heap = HeapLayout(config.num_ranks)
-    return heap, reserve(heap, config, "exchange")
 
 
 def make_mode(

@@ -16,17 +16,17 @@ from tests.ep_comm.groups import (
     TIMEOUT_MS,
     Inputs,
     assert_faults_change_nothing,
+    make_heap,
     make_inputs,
     num_examples,
     run_faulty,
     run_loopback,
 )
 from tests.equality import assert_same_bits
-from whalepod.ep_comm.config import ExchangeConfig, ExchangeRegions, reserve
+from whalepod.ep_comm.config import ExchangeConfig, ExchangeRegions
 from whalepod.ep_comm.dispatched import Dispatched
 from whalepod.ep_comm.expert_exchange import ExpertExchange, LiveResultError
 from whalepod.ep_comm.group import Group
-from whalepod.ep_comm.heap import HeapLayout
 from whalepod.ep_comm.rows import quantize_rows, raw
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.loopback import results_of
@@ -51,11 +51,6 @@ def make_config(num_ranks: int, ranks_per_node: int, **changes: object) -> Excha
         "layout": "per_token",
     }
     return ExchangeConfig(**(fields | changes))  # type: ignore[arg-type]
-
-
-def make_heap(config: ExchangeConfig) -> tuple[HeapLayout, ExchangeRegions]:
-    heap = HeapLayout(config.num_ranks)
-    return heap, reserve(heap, config, "exchange")
 
 
 def owners(ids: list[int], config: ExchangeConfig) -> set[int]:
