@@ -44,8 +44,8 @@ $(CLIENTS)/.installed: $(CLIENT_LISTS:%=constraints/%.txt) constraints/clients-n
 
 # the model alone; `python -m whalepod.tools.peers --help` says how to compare with llama.cpp and vLLM
 bench: install
-	$(BIN)/whalepod bench decode v3-mini --model-only --rounds 1
-	$(BIN)/whalepod bench prefill v3-mini --rounds 1
+	$(BIN)/python -m whalepod.tools.measure decode v3-mini --rounds 1
+	$(BIN)/python -m whalepod.tools.measure prefill v3-mini --rounds 1
 
 check: install
 	$(BIN)/ruff check .

@@ -147,18 +147,6 @@ def load_mtp(
     return module
 
 
-def load_model_for_bench(config: EngineConfig, num_positions: int) -> tuple[DeepseekV3, Kernels]:
-    """Load a model without an engine around it, for texts of up to `num_positions` tokens.
-
-    Raises StartupError, one sentence, for what a user can fix.
-    """
-    limits = replace(config.scheduler, max_model_len=num_positions)
-    off = replace(config.speculation, speculation="off")
-    with startup_errors():
-        checkpoint = read_checkpoint(replace(config, scheduler=limits, speculation=off))
-        return load_model(checkpoint).model, checkpoint.kernels
-
-
 @contextmanager
 def startup_errors() -> Iterator[None]:
     """Raise StartupError, one sentence, for what goes wrong in the block and a user can fix."""

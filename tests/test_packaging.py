@@ -17,6 +17,7 @@ def listed_packages() -> set[str]:
 
 
 NOT_SHIPPED = {
+    "whalepod.tools.measure",
     "whalepod.tools.peers",
     "whalepod.tools.size",
     "whalepod.tools.tiny",

@@ -189,7 +189,7 @@ def make_app() -> App:
     app.command(  # imported when it is asked for
         "whalepod.tools.bench.commands:bench",
         name="bench",
-        help="Measure a server, the engine, or its parts.",
+        help="Measure a server, or the engine without one.",
     )
     add_command(app, chat, ChatConfig, name="chat", groups=GROUPS, env_fields=CLIENT_ENV)
     add_command(

@@ -10,6 +10,7 @@ import os
 import sys
 
 WHALEPOD = "import sys; from tests.tools.fake_peers import main; main('whalepod', sys.argv[1:])"
+MEASURE = "import sys; from tests.tools.fake_peers import main; main('measure', sys.argv[1:])"
 LOG = "FAKE_PEERS_LOG"
 """Names the file that every command line is added to."""
 
@@ -24,8 +25,8 @@ def main(program: str, arguments: list[str]) -> None:
     elif program == "llama-batched-bench":
         for size in value_of("-npl", arguments).split(","):
             print(json.dumps({"pl": int(size), "speed_tg": 100.0 + int(size)}), file=sys.stderr)
-    elif program == "whalepod" and arguments[0] == "bench":
-        whalepod_bench(arguments)
+    elif program == "measure":
+        measure(arguments)
     else:  # whalepod serve, llama-server, vllm serve
         import uvicorn
 
@@ -47,9 +48,9 @@ def llama_bench(arguments: list[str]) -> None:
     show(n_prompt=0, n_gen=int(value_of("-n", arguments)), n_depth=depth, samples_ts=samples)
 
 
-def whalepod_bench(arguments: list[str]) -> None:
+def measure(arguments: list[str]) -> None:
     """Prompts run at n tokens/s, decoding at 60 x the requests; behind a long context at 42."""
-    if arguments[1] == "prefill":
+    if arguments[0] == "prefill":
         lengths = values_of("--lengths", arguments)
         show(results=[{"num_tokens": n, "tokens_per_s": float(n)} for n in lengths])
         return
@@ -58,7 +59,7 @@ def whalepod_bench(arguments: list[str]) -> None:
     rows = [
         {"num_requests": n, "tokens_per_s": rate * n, "share_of_read_limit": 0.9} for n in sizes
     ]
-    show(roofs=rows)
+    show(results=rows)
 
 
 def show(**fields: object) -> None:

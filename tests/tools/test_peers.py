@@ -12,6 +12,7 @@ import pytest
 
 from tests.tools import fake_peers
 from whalepod.tools.cli import make_app
+from whalepod.tools.measure import __main__ as measure
 from whalepod.tools.peers import programs
 from whalepod.tools.peers.__main__ import main as peers
 from whalepod.tools.peers.programs import (
@@ -45,6 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def flags(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Everything is there, our own program included."""
     monkeypatch.setattr(programs, "WHALEPOD", fake_peers.WHALEPOD)
+    monkeypatch.setattr(programs, "MEASURE", fake_peers.MEASURE)
     monkeypatch.setenv(fake_peers.LOG, str(folder / "log"))
     return [
         *("--llama-dir", str(folder), "--gguf", "a.gguf", "--gguf-q8", "b.gguf"),
@@ -94,10 +96,11 @@ def test_the_table_says_what_is_missed_and_our_own_commands_exist(
     assert "decode x 16, bf16: share of the read limit: 90%" in lines
     assert "after 8,000 tokens decode keeps 70% of its rate (>= 75%, missed)" in lines
 
-    ours = [words[1:] for words in commands(folder) if words[0] == "whalepod"]
+    apps = {"whalepod": make_app(), "measure": measure.make_app()}
+    ours = [(words[0], words[1:]) for words in commands(folder) if words[0] in apps]
     assert len(ours) == 6
-    for words in ours:
-        make_app().parse_args(words, exit_on_error=False, print_error=False)
+    for program, words in ours:
+        apps[program].parse_args(words, exit_on_error=False, print_error=False)
 
 
 def test_peers_that_are_not_named_are_left_out(
@@ -105,7 +108,7 @@ def test_peers_that_are_not_named_are_left_out(
 ) -> None:
     assert peers(["m", "--repeats", "1", "--num-requests", "2"]) == 0
     assert "llama.cpp" not in capsys.readouterr().out
-    assert {words[0] for words in commands(folder)} == {"whalepod"}
+    assert {words[0] for words in commands(folder)} == {"whalepod", "measure"}
 
 
 def test_a_peer_that_fails_is_named_and_the_others_go_on(

@@ -1,4 +1,4 @@
-"""The flags of `whalepod bench serve` and `bench ep`, and what ranks of the latter report."""
+"""The flags of `whalepod bench serve`."""
 
 from __future__ import annotations
 
@@ -116,58 +116,3 @@ class BenchServeConfig:
     workload: WorkloadConfig
     load: LoadConfig
     report: ReportConfig
-
-
-Mode = Literal["low_latency", "throughput"]
-Dtype = Literal["fp32", "bf16", "fp8"]
-_MODES: tuple[Mode, ...] = ("low_latency", "throughput")
-TIMEOUT_MS = 60_000.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpConfig:
-    """What is measured."""
-
-    modes: Annotated[tuple[Mode, ...], "decode's and prefill's way"] = _MODES
-    ranks: Annotated[tuple[int, ...], "processes, one run for each"] = (2,)
-    tokens: Annotated[tuple[int, ...], "tokens of each rank, one run for each"] = (1, 16, 128)
-    hidden: Annotated[int, "values of a row"] = 7168
-    experts: Annotated[int, "routed experts"] = 256
-    choices: Annotated[int, "experts of a token"] = 8
-    dtype: Annotated[Dtype, "rows on the way to the experts"] = "bf16"
-    repeats: Annotated[int, "measurements of each case"] = 20
-    json: Annotated[bool, "print one JSON object instead of a table"] = False
-
-    def __post_init__(self) -> None:
-        require_positive(self, "hidden", "experts", "choices", "repeats", "ranks", "tokens")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One mode at one size."""
-
-    mode: Mode
-    num_ranks: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Elapsed:
-    """Time by the clock, and of it on a core."""
-
-    wall_ms: float = 0.0
-    cpu_ms: float = 0.0
-
-    def __add__(self, other: Elapsed) -> Elapsed:
-        return Elapsed(self.wall_ms + other.wall_ms, self.cpu_ms + other.cpu_ms)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One repeat on one rank; times in ms."""
-
-    copy: Elapsed
-    send: Elapsed
-    receive: Elapsed
-    wire_bytes: int
-    payload_bytes: int

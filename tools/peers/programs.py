@@ -1,4 +1,4 @@
-"""Engines without HTTP around them: `whalepod bench` and llama.cpp's benchmarks, as processes.
+"""Engines without HTTP around them: `measure` and llama.cpp's benchmarks, as processes.
 
 Both compute random tokens and do not sample. Every measurement is a process of its own with a
 deadline, so only one engine is in memory and at work at a time.
@@ -20,6 +20,9 @@ Samples = dict[str, list[float]]
 """Measured values by the row of the table that they belong to."""
 
 WHALEPOD = "import sys; from whalepod.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+MEASURE = (
+    "import sys; from whalepod.tools.measure.__main__ import main; sys.exit(main(sys.argv[1:]))"
+)
 PREFILL_LENGTHS = (256, 2048)
 BATCH_SIZES = (1, 8, 16)
 CONTEXT = 64
@@ -91,7 +94,7 @@ def last_words(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhalepodEngine:
-    """This engine: `whalepod bench decode --model-only` and `bench prefill`."""
+    """This engine: `python -m whalepod.tools.measure decode` and `prefill`."""
 
     precision: Precision
     model: str
@@ -105,30 +108,30 @@ class WhalepodEngine:
         """Measure every row once. Raises PeerFailed."""
         sizes = [word for size in BATCH_SIZES for word in ("--batch-sizes", str(size))]
         lengths = [word for n in PREFILL_LENGTHS for word in ("--lengths", str(n))]
-        decode = ("decode", self.model, "--model-only")
+        decode = ("decode", self.model)
         samples = {}
-        for roof in self._roofs("roofs", *decode, "--rounds", "2", *sizes):
+        for roof in self._roofs(*decode, "--rounds", "2", *sizes):
             row = decode_row(roof["num_requests"], self.precision)
             samples[row] = [roof["tokens_per_s"]]
             samples[f"{row}: share of the read limit"] = [roof["share_of_read_limit"]]
-        for roof in self._roofs("results", "prefill", self.model, "--rounds", "1", *lengths):
+        for roof in self._roofs("prefill", self.model, "--rounds", "1", *lengths):
             samples[prefill_row(roof["num_tokens"], self.precision)] = [roof["tokens_per_s"]]
         if self.context:
             long = ("--rounds", "1", "--batch-sizes", "1", "--context", str(self.context))
-            (roof,) = self._roofs("roofs", *decode, *long)
+            (roof,) = self._roofs(*decode, *long)
             samples[decode_row(1, self.precision, self.context)] = [roof["tokens_per_s"]]
         return samples
 
     def close(self) -> None:
         """Do nothing: no process outlives its measurement."""
 
-    def _roofs(self, key: str, *arguments: str) -> list[dict[str, Any]]:
+    def _roofs(self, *arguments: str) -> list[dict[str, Any]]:
         form = ["--dtype", "bf16", "--num-threads", str(self.num_threads), "--json"]
         if self.precision == "int8":
             form += ["--quantization", "int8"]
-        command = whalepod_command("bench", *arguments, *form)
+        command = [sys.executable, "-c", MEASURE, *arguments, *form]
         lines = run_program(command, own_environment(), self.timeout_s)
-        return list(next(_json_lines(lines))[key])
+        return list(next(_json_lines(lines))["results"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,12 +27,12 @@ from whalepod.models.config import ConfigError, load_config
 from whalepod.models.deepseek_v3 import DeepseekV3
 from whalepod.models.source import SourceError, resolve_model
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
-from whalepod.server.build_model import load_model_for_bench
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
-from whalepod.tools.bench.roofline import random_batch
 from whalepod.tools.cli import run_alone
 from whalepod.tools.flags import require_positive
+from whalepod.tools.measure.limits import random_batch
+from whalepod.tools.measure.passes import load_for_passes
 from whalepod.tools.table import format_table
 
 MAX_RATIO = 1.1
@@ -149,7 +149,7 @@ def _engine_logits(
 ) -> Tensor:
     """Compute the prompts as `whalepod serve` does, in bf16 or int8."""
     source = replace(engine.source, dtype="bf16", quantization=quantization)
-    model, _ = load_model_for_bench(replace(engine, source=source), config.prompt_tokens)
+    model, _ = load_for_passes(replace(engine, source=source), config.prompt_tokens)
     return _logits(model, config)
 
 

@@ -1,4 +1,4 @@
-"""`whalepod bench decode` on a random model: figures that add up, for every depth."""
+"""`whalepod bench decode` and `prefill` on a random model: figures that add up."""
 
 from __future__ import annotations
 
@@ -36,10 +36,6 @@ def test_every_depth_writes_the_same_and_figures_add_up(
     assert results[0]["speedup"] == results[6]["speedup"] == 1.0
     assert results[0]["mean_depth"] == 0.0
     assert results[4]["mean_depth"] > 1.5
-    for step, batch_size in zip(report["steps"], (1, 3), strict=True):
-        assert (step["batch_size"], step["num_steps"] > 30) == (batch_size, True)
-        assert set(step["median_us"]) == {"scheduler", "batch", "model", "sampler", "wire", "loop"}
-        assert min(step["least_us"].values()) > 0
 
 
 def test_the_table_names_model_and_drafter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,20 +44,6 @@ def test_the_table_names_model_and_drafter(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert out.startswith("v3-nano: float32, reference kernels, mtp + lookup")
     assert "1, adaptive" in out
-
-
-def test_the_model_alone_is_measured_without_an_engine(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = ["--rounds", "1", "--batch-sizes", "1", "--batch-sizes", "3", "--model-only"]
-    assert main([*ARGUMENTS, *flags, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert [(r["num_requests"], r["num_tokens"]) for r in report["roofs"]] == [(1, 1), (3, 1)]
-    for roof in report["roofs"]:
-        assert roof["tokens_per_s"] == pytest.approx(1e3 * roof["num_requests"] / roof["step_ms"])
-        assert roof["share_of_read_limit"] > 0
-    assert main([*ARGUMENTS, *flags]) == 0
-    assert capsys.readouterr().out.startswith("v3-nano:\nrequests x tokens")
 
 
 def test_prompts_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,4 +66,36 @@ def test_impossible_measurements_are_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*ARGUMENTS, *flags]) != 0
+    assert message in capsys.readouterr().err
+
+
+PREFILL = [
+    "bench", "prefill", "v3-nano", "--load-format", "dummy", "--dtype", "fp32", "--num-threads",
+    "1", "--kv-cache-memory", "8M", "--max-model-len", "128", "--rounds", "2",
+]  # fmt: skip
+
+
+def test_prompts_are_timed_until_their_first_token(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--lengths", "5", "--lengths", "70"]
+    assert main([*PREFILL, *flags, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["num_tokens"] for result in results] == [5, 70]
+    for result in results:
+        rate = result["num_tokens"] / result["ttft_ms"] * 1e3
+        assert result["tokens_per_s"] == pytest.approx(rate)
+
+    assert main([*PREFILL, *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("v3-nano: float32")
+    assert [line.split()[0] for line in lines[2:]] == ["tokens", "5", "70"]
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [("0", "lengths must be at least 1"), ("128", "leaves no room for a token")],
+)
+def test_bad_lengths_are_refused(
+    length: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*PREFILL, "--lengths", length]) != 0
     assert message in capsys.readouterr().err

@@ -1,8 +1,7 @@
-"""`whalepod bench decode`: how much speculation speeds up decoding, in this process.
+"""`whalepod bench decode` and `bench prefill`: an engine in this process, without HTTP around it.
 
-One engine answers the same prompts with 0, 1, ... drafts and with the adaptive depth, in turns, so
-that all settings see the same minutes of the machine; a rate is the median of its turns. With
-`--model-only` there is no engine: forward passes and logits, as other engines' benchmarks count.
+Settings that are compared take turns, so that all see the same minutes of the machine; a rate is
+the median of its turns.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,15 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from whalepod.mtp.config import MAX_DRAFT_TOKENS
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
-from whalepod.tools.bench.roofline import Roof, format_roofs, measure_roof
-from whalepod.tools.bench.stages import StepTimes, format_steps, measure_steps
 from whalepod.tools.flags import require_positive
 from whalepod.tools.table import format_table
 
 if TYPE_CHECKING:
     from whalepod.server.engine.core import EngineCore
 
-ADAPTIVE = "adaptive"
 _QUESTIONS = (
     "What is 12 + 35?",
     "Tell me a short story about a cat.",
@@ -39,6 +36,7 @@ _QUESTIONS = (
     "Tell me a story about two friends and a lost key.",
 )
 _RANDOM_PROMPT_TOKENS = 64
+Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +51,22 @@ class DecodeConfig:
     max_tokens: Annotated[int, "most tokens of an answer"] = 96
     rounds: Annotated[int, "turns of each setting"] = 3
     ignore_eos: Annotated[bool, "answers have their full length"] = False
-    context: Annotated[int, "tokens before the one that is computed, against the limits"] = 64
-    model_only: Annotated[bool, "only the model against the limits: no engine, no drafts"] = False
     json: Annotated[bool, "print one JSON object instead of a table"] = False
 
     def __post_init__(self) -> None:
         require_positive(self, "num_prompts", "max_tokens", "rounds", "batch_sizes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """What is measured."""
+
+    lengths: Annotated[tuple[int, ...], "tokens of a prompt, one run for each"] = (256, 2048)
+    rounds: Annotated[int, "runs of each length; the rate is their median"] = 5
+    json: Annotated[bool, "print one JSON object instead of tables"] = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "lengths", "rounds")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +74,6 @@ class Turn:
     """One setting, once."""
 
     num_tokens: int
-    num_steps: int
     num_drafts: int
     num_draft_tokens: int
     num_accepted: int
@@ -98,102 +105,87 @@ def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
 
     MODEL answers the same prompts with 0 to 4 drafts and with the adaptive depth, in turns.
     """
-    from whalepod.server.build import build_engine
-
-    if config.model_only:
-        return _bench_model(engine, config)
-    core = build_engine(_with_drafts(engine))
+    core = _engine(engine, speculation="adaptive", num_speculative_tokens=MAX_DRAFT_TOKENS)
     info = core.info
-    prompts = _prompts(engine, config, core.info.vocab_size)
-    results = []
-    for batch_size in config.batch_sizes:
-        if batch_size > core.info.max_num_seqs:
-            raise StartupError(
-                f"batch size {batch_size} is over --max-num-seqs ({core.info.max_num_seqs})"
-            )
-        results += measure(core, config, prompts, batch_size)
-    core.close()
-    del core
-    roofs = _roofs(engine, config)
-    steps = _steps(engine, config, prompts)
-    head = {"model": engine.source.model, **asdict(info)}
-    if config.json:
-        print(json.dumps(head | {
-            "results": [asdict(result) for result in results],
-            "roofs": [roof.as_json() for roof in roofs],
-            "steps": [step.as_json() for step in steps],
-        }))  # fmt: skip
-    else:
-        print(f"{engine.source.model}: {info.dtype}, {info.kernels} kernels, "
-              f"{info.speculation}\n\n{_table(results)}\n\n"
-              f"The model alone, without drafts:\n{format_roofs(roofs)}\n\n"
-              f"The engine's steps, without drafts:\n{format_steps(steps)}")  # fmt: skip
-    return 0
-
-
-def _bench_model(engine: EngineConfig, config: DecodeConfig) -> int:
-    roofs = _roofs(engine, config)
-    if config.json:
-        found = [roof.as_json() for roof in roofs]
-        print(json.dumps({"model": engine.source.model, "results": [], "roofs": found}))
-    else:
-        print(f"{engine.source.model}:\n{format_roofs(roofs)}")
-    return 0
-
-
-def _roofs(engine: EngineConfig, config: DecodeConfig) -> list[Roof]:
-    """Measure steps of one token per request against the limits of the machine."""
-    from whalepod.server.build_model import load_model_for_bench
-
-    model, kernels = load_model_for_bench(engine, config.context + 1)
-    return [
-        measure_roof(model, kernels, batch_size, 1, config.context, rounds=20 * config.rounds)
+    if max(config.batch_sizes) > info.max_num_seqs:
+        raise StartupError(
+            f"batch size {max(config.batch_sizes)} is over --max-num-seqs ({info.max_num_seqs})"
+        )
+    prompts = read_prompts(engine, config.prompts, info.vocab_size)
+    results = [
+        result
         for batch_size in config.batch_sizes
+        for result in compare_depths(core, config, prompts, batch_size)
     ]
+    core.close()
+    if config.json:
+        head = {"model": engine.source.model, **asdict(info)}
+        print(json.dumps(head | {"results": [asdict(result) for result in results]}))
+    else:
+        print(f"{engine.source.model}: {info.dtype}, {info.kernels} kernels, {info.speculation}\n")
+        print(_decode_table(results))
+    return 0
 
 
-def _steps(
-    engine: EngineConfig, config: DecodeConfig, prompts: Sequence[Sequence[int]]
-) -> list[StepTimes]:
-    """Measure the stages of decoding steps, in an engine that does not draft."""
+def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:
+    """Measure in this process how long prompts take until their first token.
+
+    MODEL is a checkpoint folder, a preset or a Hugging Face id. No server is needed.
+    """
+    core = _engine(engine, speculation="off")
+    info, rng, results = core.info, random.Random(0), []
+    if max(config.lengths) >= info.max_model_len:
+        raise StartupError(
+            f"length {max(config.lengths)} leaves no room for a token in --max-model-len "
+            f"({info.max_model_len})"
+        )
+    for length in config.lengths:
+        prompt = _random_prompt(rng, length, info.vocab_size)
+        turns = [
+            _play(core, [prompt], 1, max_tokens=1, ignore_eos=True)
+            for _ in range(1 + config.rounds)  # the first warms up
+        ]
+        seconds = median(turn.wall_s for turn in turns[1:])
+        results.append(
+            {"num_tokens": length, "ttft_ms": 1e3 * seconds, "tokens_per_s": length / seconds}
+        )
+    core.close()
+    if config.json:
+        head = {"model": engine.source.model, "kernels": info.kernels}
+        print(json.dumps(head | {"results": results}))
+    else:
+        rows = [["tokens", "first token after ms", "tok/s"]]
+        rows += [[f"{value:,.{i > 0:d}f}" for i, value in enumerate(r.values())] for r in results]
+        print(f"{engine.source.model}: {info.dtype}, {info.kernels} kernels\n")
+        print(format_table(rows, numeric=True))
+    return 0
+
+
+def _engine(engine: EngineConfig, **drafts: Any) -> EngineCore:
+    """Start an engine in which no turn finds the prefixes of an earlier one."""
     from whalepod.server.build import build_engine
 
-    off = replace(engine.speculation, speculation="off")
-    core = build_engine(replace(engine, speculation=off))
-    steps = [
-        measure_steps(core, prompts, batch_size, 1 + config.rounds)
-        for batch_size in config.batch_sizes
-    ]
-    core.close()
-    return steps
+    speculation = replace(engine.speculation, **drafts)
+    scheduler = replace(engine.scheduler, enable_prefix_caching=False)
+    return build_engine(replace(engine, speculation=speculation, scheduler=scheduler))
 
 
-def _with_drafts(engine: EngineConfig) -> EngineConfig:
-    """Ask for an engine that can draft, and for no prefix hits, which would favour later turns."""
-    return replace(
-        engine,
-        speculation=replace(
-            engine.speculation, speculation="adaptive", num_speculative_tokens=MAX_DRAFT_TOKENS
-        ),
-        scheduler=replace(engine.scheduler, enable_prefix_caching=False),
-    )
-
-
-def measure(
-    core: EngineCore, config: DecodeConfig, prompts: Sequence[Sequence[int]], batch_size: int
+def compare_depths(
+    core: EngineCore, config: DecodeConfig, prompts: Prompts, batch_size: int
 ) -> list[Result]:
-    """Run all settings in turns at one batch size."""
+    """Run all depths in turns at one batch size."""
     from whalepod.mtp.depth import AdaptiveDepth, FixedDepth
 
-    depths = {str(k): FixedDepth(k) for k in range(MAX_DRAFT_TOKENS + 1)}
-    settings = depths | {ADAPTIVE: AdaptiveDepth(MAX_DRAFT_TOKENS)}
+    settings: dict[str, FixedDepth | AdaptiveDepth] = {
+        str(k): FixedDepth(k) for k in range(MAX_DRAFT_TOKENS + 1)
+    }
+    settings["adaptive"] = AdaptiveDepth(MAX_DRAFT_TOKENS)
     turns: dict[str, list[Turn]] = {name: [] for name in settings}
-    num_prompts = config.num_prompts * batch_size
-    chosen = [prompts[i % len(prompts)] for i in range(num_prompts)]
+    chosen = [prompts[i % len(prompts)] for i in range(config.num_prompts * batch_size)]
     for number in range(-1, config.rounds):  # the first turn warms up
         for name, depth in settings.items():
             core.depth = depth
-            turn = _play(core, config, chosen, batch_size)
+            turn = _play(core, chosen, batch_size, config.max_tokens, config.ignore_eos)
             if number >= 0:
                 turns[name].append(turn)
     results = [_result(batch_size, name, found) for name, found in turns.items()]
@@ -204,15 +196,13 @@ def measure(
 
 
 def _play(
-    core: EngineCore, config: DecodeConfig, prompts: Sequence[Sequence[int]], batch_size: int
+    core: EngineCore, prompts: Prompts, batch_size: int, max_tokens: int, ignore_eos: bool
 ) -> Turn:
     """Answer all prompts, `batch_size` at once: greedy, so that every setting writes the same."""
     from whalepod.scheduler.params import SamplingParams
     from whalepod.server.messages import Submit
 
-    params = SamplingParams(
-        temperature=0.0, max_tokens=config.max_tokens, ignore_eos=config.ignore_eos
-    )
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
     waiting = [
         Submit(request_id=f"{i}", prompt_token_ids=tuple(prompt), params=params)
         for i, prompt in enumerate(prompts)
@@ -228,11 +218,9 @@ def _play(
         for output in step.outputs if step is not None else ():
             num_running -= output.finish_reason is not None
     ended = time.perf_counter(), time.process_time()
-    after = core.stats
-    earlier = before.num_accepted_by_position
+    after, earlier = core.stats, before.num_accepted_by_position
     return Turn(
         num_tokens=after.generation_tokens - before.generation_tokens,
-        num_steps=after.num_steps - before.num_steps,
         num_drafts=after.num_drafts - before.num_drafts,
         num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
         num_accepted=after.num_accepted_tokens - before.num_accepted_tokens,
@@ -246,27 +234,23 @@ def _play(
 
 
 def _result(batch_size: int, depth: str, turns: list[Turn]) -> Result:
-    num_tokens = sum(turn.num_tokens for turn in turns)
-    num_forwards = num_tokens - sum(turn.num_accepted for turn in turns)
+    by_position = zip_longest(*(turn.accepted_by_position for turn in turns), fillvalue=0)
+    accepted = [sum(counts) for counts in by_position]
+    num_forwards = sum(turn.num_tokens for turn in turns) - sum(accepted)
     num_drafts = sum(turn.num_drafts for turn in turns)
-    positions = max(len(turn.accepted_by_position) for turn in turns)
-    accepted = [
-        sum(turn.accepted_by_position[i] for turn in turns if i < len(turn.accepted_by_position))
-        for i in range(positions)
-    ]
     return Result(
         batch_size=batch_size,
         depth=depth,
         tokens_per_s=median(turn.num_tokens / turn.wall_s for turn in turns),
         tokens_per_cpu_s=median(turn.num_tokens / turn.cpu_s for turn in turns),
-        tokens_per_forward=num_tokens / num_forwards,
+        tokens_per_forward=1 + sum(accepted) / num_forwards,
         mean_depth=sum(turn.num_draft_tokens for turn in turns) / num_forwards,
         acceptance_by_position=[count / num_drafts for count in accepted if num_drafts and count],
         turns=turns,
     )
 
 
-def _table(results: Sequence[Result]) -> str:
+def _decode_table(results: Sequence[Result]) -> str:
     rows = [
         ["batch, depth", "tok/s", "speed-up", "tok/CPU s", "speed-up", "tok/forward", "mean depth",
          "accepted by position"]
@@ -281,31 +265,29 @@ def _table(results: Sequence[Result]) -> str:
     return format_table(rows, numeric=True)
 
 
-# -- prompts ------------------------------------------------------------------------------------
-
-
-def _prompts(engine: EngineConfig, config: DecodeConfig, vocab_size: int) -> list[list[int]]:
-    """Return the prompts as token ids; random ones for a model without a tokenizer."""
+def read_prompts(engine: EngineConfig, file: Path | None, vocab_size: int) -> list[list[int]]:
+    """Return prompts as token ids: of a file, or a few; random without a tokenizer."""
     from whalepod.models.source import resolve_model
     from whalepod.server.tokenizer import TextTokenizer
 
     source = engine.source
-    folder = resolve_model(
-        source.model, source.revision, with_weights=source.load_format != "dummy"
-    )
+    is_random = source.load_format == "dummy"
+    folder = resolve_model(source.model, source.revision, with_weights=not is_random)
     records: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": question}]} for question in _QUESTIONS
     ]
-    if config.prompts is not None:
-        lines = config.prompts.read_text(encoding="utf-8").splitlines()
+    if file is not None:
+        lines = file.read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines if line.strip()]
-    elif source.load_format == "dummy" or not (folder / "tokenizer.json").exists():
+    elif is_random or not (folder / "tokenizer.json").exists():
         rng = random.Random(0)
-        return [
-            [rng.randrange(3, vocab_size) for _ in range(_RANDOM_PROMPT_TOKENS)] for _ in range(8)
-        ]
+        return [_random_prompt(rng, _RANDOM_PROMPT_TOKENS, vocab_size) for _ in range(8)]
     tokenizer = TextTokenizer.from_folder(folder)
     return [_encode(tokenizer, record) for record in records]
+
+
+def _random_prompt(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
+    return [rng.randrange(3, vocab_size) for _ in range(num_tokens)]
 
 
 def _encode(tokenizer: Any, record: dict[str, Any]) -> list[int]:

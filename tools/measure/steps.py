@@ -1,18 +1,25 @@
-"""Where the time of an engine's step goes: scheduler, batch, model, sampler, wire, and the rest."""
+"""`measure steps`: an engine's step by stage: scheduler, batch, model, sampler, wire, the rest."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+from whalepod.scheduler.params import SamplingParams
+from whalepod.server.build import build_engine
+from whalepod.server.codec import Encoder
+from whalepod.server.config import EngineConfig
+from whalepod.server.engine.core import EngineCore
+from whalepod.server.messages import Submit
+from whalepod.tools.bench.engine import read_prompts
+from whalepod.tools.flags import require_positive
 from whalepod.tools.table import format_table
-
-if TYPE_CHECKING:
-    from whalepod.server.engine.core import EngineCore
 
 MODEL = "model"
 _FIRST_STEPS = 4
@@ -39,6 +46,39 @@ class StepTimes:
 
     def as_json(self) -> dict[str, object]:
         return {**asdict(self), "overhead_us": self.overhead_us}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsConfig:
+    """What is measured."""
+
+    prompts: Annotated[
+        Path | None, "JSON lines with a `prompt` (text or token ids) or `messages`; default: a few"
+    ] = None
+    batch_sizes: Annotated[tuple[int, ...], "requests at once, one run for each"] = (1, 16)
+    rounds: Annotated[int, "turns of each size; one more warms up"] = 3
+    json: Annotated[bool, "print one JSON object instead of a table"] = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "batch_sizes", "rounds")
+
+
+def measure_steps(engine: EngineConfig, config: StepsConfig) -> int:
+    """Measure the stages of decoding steps, in an engine that does not draft.
+
+    MODEL is a checkpoint folder, a preset or a Hugging Face id.
+    """
+    off = replace(engine.speculation, speculation="off")
+    core = build_engine(replace(engine, speculation=off))
+    prompts = read_prompts(engine, config.prompts, core.info.vocab_size)
+    steps = [time_steps(core, prompts, size, 1 + config.rounds) for size in config.batch_sizes]
+    core.close()
+    if config.json:
+        results = [step.as_json() for step in steps]
+        print(json.dumps({"model": engine.source.model, "results": results}))
+    else:
+        print(f"{engine.source.model}:\n{format_steps(steps)}")
+    return 0
 
 
 class _Stopwatch:
@@ -69,15 +109,13 @@ class _Stopwatch:
         return timed
 
 
-def measure_steps(
+def time_steps(
     core: EngineCore, prompts: Sequence[Sequence[int]], batch_size: int, num_turns: int = 4
 ) -> StepTimes:
     """Decode `batch_size` greedy answers at once, again and again, with a stopwatch.
 
     The engine should not draft: drafts would count as part of the loop.
     """
-    from whalepod.server.codec import Encoder
-
     runner, scheduler = core.runner, core.scheduler
     watch, encoder, steps = _Stopwatch(), Encoder(), []
     watched = [
@@ -115,9 +153,6 @@ def measure_steps(
 
 
 def _submit(core: EngineCore, prompts: Sequence[Sequence[int]], batch_size: int, turn: int) -> None:
-    from whalepod.scheduler.params import SamplingParams
-    from whalepod.server.messages import Submit
-
     chosen = [tuple(prompts[i % len(prompts)]) for i in range(batch_size)]
     room = core.info.max_model_len - max(map(len, chosen))
     params = SamplingParams(temperature=0.0, max_tokens=min(256, room), ignore_eos=True)

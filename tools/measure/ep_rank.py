@@ -1,12 +1,12 @@
-"""What one rank does in `whalepod bench ep`: time an exchange, and a copy of the same bytes."""
+"""What one rank does in `measure ep`: time an exchange, and a copy of the same bytes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,10 +18,63 @@ from whalepod.ep_comm.heap import HeapLayout
 from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.symmetric_heap import CHUNK_TOKENS
 from whalepod.ep_comm.transport.shm import ShmTransport
-from whalepod.tools.bench.config import TIMEOUT_MS, Case, Elapsed, EpConfig, Sample
+from whalepod.tools.flags import require_positive
 
+Mode = Literal["low_latency", "throughput"]
+Dtype = Literal["fp32", "bf16", "fp8"]
+_MODES: tuple[Mode, ...] = ("low_latency", "throughput")
+TIMEOUT_MS = 60_000.0
 _ROW_DTYPES: dict[str, RowDtype] = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8"}
 _WARM_UPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpConfig:
+    """What is measured."""
+
+    modes: Annotated[tuple[Mode, ...], "decode's and prefill's way"] = _MODES
+    ranks: Annotated[tuple[int, ...], "processes, one run for each"] = (2,)
+    tokens: Annotated[tuple[int, ...], "tokens of each rank, one run for each"] = (1, 16, 128)
+    hidden: Annotated[int, "values of a row"] = 7168
+    experts: Annotated[int, "routed experts"] = 256
+    choices: Annotated[int, "experts of a token"] = 8
+    dtype: Annotated[Dtype, "rows on the way to the experts"] = "bf16"
+    repeats: Annotated[int, "measurements of each case"] = 20
+    json: Annotated[bool, "print one JSON object instead of a table"] = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "hidden", "experts", "choices", "repeats", "ranks", "tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One mode at one size."""
+
+    mode: Mode
+    num_ranks: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """Time by the clock, and of it on a core."""
+
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0
+
+    def __add__(self, other: Elapsed) -> Elapsed:
+        return Elapsed(self.wall_ms + other.wall_ms, self.cpu_ms + other.cpu_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One repeat on one rank; times in ms."""
+
+    copy: Elapsed
+    send: Elapsed
+    receive: Elapsed
+    wire_bytes: int
+    payload_bytes: int
 
 
 def run_rank(

@@ -1,4 +1,4 @@
-"""`whalepod bench ep`: how fast rows travel between ranks, beside a plain copy of the same bytes.
+"""`measure ep`: how fast rows travel between ranks, beside a plain copy of the same bytes.
 
 Ranks are processes of this machine over shared memory, one thread each. A repeat measures, one
 after the other and each from a common start: a copy of as many bytes as the dispatch delivers to
@@ -20,7 +20,17 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Literal
 
-from whalepod.tools.bench.config import TIMEOUT_MS, Case, Elapsed, EpConfig, Mode, Sample
+from whalepod.ep_comm.transport.shm import create_heaps
+from whalepod.tools.measure.ep_rank import (
+    TIMEOUT_MS,
+    Case,
+    Elapsed,
+    EpConfig,
+    Measured,
+    Mode,
+    Sample,
+    run_rank,
+)
 from whalepod.tools.table import format_table
 
 
@@ -51,7 +61,7 @@ class Phase:
     cpu_times_limit: float
 
 
-def bench_ep(config: EpConfig) -> int:
+def measure_ep(config: EpConfig) -> int:
     """Measure dispatch and combine between ranks of this machine, beside a copy of the same bytes.
 
     Send and receive phases apart, bytes on the wire, GB/s, and the limit of this run.
@@ -61,7 +71,7 @@ def bench_ep(config: EpConfig) -> int:
         for num_ranks in config.ranks:
             for num_tokens in config.tokens:
                 case = Case(mode=mode, num_ranks=num_ranks, num_tokens=num_tokens)
-                phases += measure(config, case)
+                phases += measure_case(config, case)
     if config.json:
         settings = {k: v for k, v in asdict(config).items() if k != "json"}
         print(json.dumps({"settings": settings, "results": [asdict(p) for p in phases]}))
@@ -74,11 +84,8 @@ def bench_ep(config: EpConfig) -> int:
     return 0
 
 
-def measure(config: EpConfig, case: Case) -> list[Phase]:
+def measure_case(config: EpConfig, case: Case) -> list[Phase]:
     """Run the ranks of a case and add up what they found."""
-    from whalepod.ep_comm.transport.shm import create_heaps
-    from whalepod.tools.bench.ep_ranks import Measured, run_rank
-
     heap_bytes = Measured(config, case).heap_bytes
     descriptors = create_heaps(case.num_ranks, heap_bytes)
     context = multiprocessing.get_context("fork")

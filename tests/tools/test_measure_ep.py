@@ -1,4 +1,4 @@
-"""`whalepod bench ep`: figures that add up, and the one that is promised."""
+"""`measure ep`: figures that add up, and the one that is promised."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from whalepod.ep_comm.layout import dispatch_layout
 from whalepod.ep_comm.rows import RowFormat
-from whalepod.tools.bench.config import Case, EpConfig
-from whalepod.tools.bench.ep import measure
-from whalepod.tools.cli import main
+from whalepod.tools.measure.__main__ import main
+from whalepod.tools.measure.ep import measure_case
+from whalepod.tools.measure.ep_rank import Case, EpConfig
 
 SMALL = ["--hidden", "128", "--experts", "8", "--choices", "3", "--repeats", "2"]
 
@@ -32,7 +32,7 @@ def wire_bytes(num_ranks: int, num_tokens: int, record_bytes: int) -> int:
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_figures_of_both_modes_add_up(capsys: pytest.CaptureFixture[str], dtype: str) -> None:
     sizes = ["--ranks", "2", "--tokens", "5", "--dtype", dtype, "--json"]
-    assert main(["bench", "ep", *SMALL, *sizes]) == 0
+    assert main(["ep", *SMALL, *sizes]) == 0
 
     report = json.loads(capsys.readouterr().out)
     assert report["settings"]["tokens"] == [5]
@@ -63,7 +63,7 @@ def test_figures_of_both_modes_add_up(capsys: pytest.CaptureFixture[str], dtype:
 
 @pytest.mark.ranks
 def test_the_table_names_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "ep", *SMALL, "--modes", "low_latency", "--tokens", "2"]) == 0
+    assert main(["ep", *SMALL, "--modes", "low_latency", "--tokens", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "3 of 8 experts" in lines[0]
     assert lines[3].startswith("low_latency dispatch")
@@ -73,7 +73,7 @@ def test_the_table_names_what_it_shows(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.slow
 def test_a_low_latency_dispatch_takes_at_most_three_copies_of_its_bytes() -> None:
     config = EpConfig(repeats=30)
-    dispatch, _ = measure(config, Case(mode="low_latency", num_ranks=2, num_tokens=128))
+    dispatch, _ = measure_case(config, Case(mode="low_latency", num_ranks=2, num_tokens=128))
     # on a machine that others use too, ranks wait for a core: then CPU time is what can be compared
     assert min(dispatch.times_limit, dispatch.cpu_times_limit) <= 3.0, dispatch
 
@@ -82,5 +82,5 @@ def test_a_low_latency_dispatch_takes_at_most_three_copies_of_its_bytes() -> Non
 def test_sizes_that_make_no_sense_are_refused(
     capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
-    assert main(["bench", "ep", *flags]) == 2
+    assert main(["ep", *flags]) == 2
     assert "must be at least 1, got" in capsys.readouterr().err

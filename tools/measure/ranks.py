@@ -1,4 +1,4 @@
-"""`whalepod bench ranks`: decoding spread over ranks, beside one engine with all the threads.
+"""`measure ranks`: decoding spread over ranks, beside one engine with all the threads.
 
 Both are loaded and answer the same prompts in turns, so that they see the same minutes of the
 machine; the one that is not measured sleeps. A rate is that of the time in which all requests of
@@ -81,7 +81,7 @@ class Measured:
         return median(turn.tokens_per_cpu_s for turn in self.turns)
 
 
-def bench_ranks(engine: EngineConfig, config: RanksConfig) -> int:
+def measure_ranks(engine: EngineConfig, config: RanksConfig) -> int:
     """Measure decoding with --expert-parallel-size beside one engine with all threads.
 
     MODEL is loaded by both, and both answer the same prompts in turns. No server is needed.

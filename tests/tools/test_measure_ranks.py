@@ -1,4 +1,4 @@
-"""`whalepod bench ranks` on a random model: both engines answer, and the ratio is theirs."""
+"""`measure ranks` on a random model: both engines answer, and the ratio is theirs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from whalepod.tools.cli import main
+from whalepod.tools.measure.__main__ import main
 
 ARGUMENTS = [
-    "bench", "ranks", "v3-nano", "--load-format", "dummy", "--dtype", "fp32", "--num-threads", "1",
+    "ranks", "v3-nano", "--load-format", "dummy", "--dtype", "fp32", "--num-threads", "1",
     "--kv-cache-memory", "8M", "--max-model-len", "128", "--speculation", "off",
 ]  # fmt: skip
 

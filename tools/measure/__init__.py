@@ -1,0 +1,1 @@
+"""Measurements for those who work on whalepod: the model alone, steps, ranks; not shipped."""
