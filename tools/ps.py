@@ -13,6 +13,12 @@ from whalepod.tools.table import format_table
 
 _SAMPLE = re.compile(r"(?:whalepod[_:]|vllm:)(\w+?)(?:\{[^}]*\})?\s+([0-9.eE+-]+)$")
 
+_COUNTS = {
+    "num_running": "num_requests_running",
+    "num_waiting": "num_requests_waiting",
+    "generation_tokens": "generation_tokens_total",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PsConfig:
@@ -60,31 +66,22 @@ def ask(url: str, api_key: str | None, timeout_s: float) -> ServerState:
             metrics = client.get("/metrics")
     except ClientError as error:
         return ServerState(url=root_url(url), state=f"down: {error}")
-    samples = parse_metrics(metrics.text if metrics.status_code == 200 else "")
     names: tuple[str, ...] = ()
     try:
         names = model_names(models) if models.status_code == 200 else ()
     except ClientError as error:  # something else answers there
         state = f"not ready: {error}"
-    return _state(root_url(url), state, names, samples)
-
-
-def _state(url: str, state: str, models: tuple[str, ...], samples: dict[str, float]) -> ServerState:
-    def whole(name: str) -> int | None:
-        return int(samples[name]) if name in samples else None
-
-    used = samples.get("kv_cache_usage_perc")
-    queries = samples.get("prefix_cache_queries_total", 0.0)
+    samples = parse_metrics(metrics.text if metrics.status_code == 200 else "")
+    counts = {name: int(samples[key]) for name, key in _COUNTS.items() if key in samples}
+    used, queries = samples.get("kv_cache_usage_perc"), samples.get("prefix_cache_queries_total")
     hits = samples.get("prefix_cache_hits_total", 0.0)
     return ServerState(
-        url=url,
+        url=root_url(url),
         state=state,
-        models=models,
-        num_running=whole("num_requests_running"),
-        num_waiting=whole("num_requests_waiting"),
+        models=names,
         kv_cache_used_percent=None if used is None else round(100 * used, 1),
         prefix_hit_percent=round(100 * hits / queries, 1) if queries else None,
-        generation_tokens=whole("generation_tokens_total"),
+        **counts,
     )
 
 
@@ -100,18 +97,10 @@ def parse_metrics(text: str) -> dict[str, float]:
 def _table(states: Sequence[ServerState]) -> str:
     rows = [("URL", "MODELS", "RUNNING", "WAITING", "KV USED", "PREFIX HITS", "TOKENS", "STATE")]
     for s in states:
-        rows.append(
-            (
-                s.url,
-                ",".join(s.models) or "-",
-                _cell(s.num_running),
-                _cell(s.num_waiting),
-                _cell(s.kv_cache_used_percent, "%"),
-                _cell(s.prefix_hit_percent, "%"),
-                _cell(s.generation_tokens),
-                s.state,
-            )
-        )
+        shares = (_cell(s.kv_cache_used_percent, "%"), _cell(s.prefix_hit_percent, "%"))
+        running, waiting = _cell(s.num_running), _cell(s.num_waiting)
+        models, tokens = ",".join(s.models) or "-", _cell(s.generation_tokens)
+        rows.append((s.url, models, running, waiting, *shares, tokens, s.state))
     return format_table(rows)
 
 

@@ -1,22 +1,17 @@
-"""`whalepod bench decode` and `bench prefill`: an engine in this process, without HTTP around it.
-
-Settings that are compared take turns, so that all see the same minutes of the machine; a rate is
-the median of its turns.
-"""
+"""`whalepod bench decode` and `prefill`: an engine in this process, without HTTP around it."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
-from whalepod.mtp.config import MAX_DRAFT_TOKENS
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
 from whalepod.tools.flags import require_positive
@@ -36,7 +31,20 @@ _QUESTIONS = (
     "Tell me a story about two friends and a lost key.",
 )
 _RANDOM_PROMPT_TOKENS = 64
-Prompts = Sequence[Sequence[int]]
+_TITLES = {
+    "batch_size": "batch",
+    "depth": "drafts",
+    "num_tokens": "tokens",
+    "ttft_ms": "first token, ms",
+    "tokens_per_s": "tok/s",
+    "speedup": "speed-up",
+    "tokens_per_cpu_s": "tok/CPU s",
+    "cpu_speedup": "speed-up",
+    "tokens_per_forward": "tok/forward",
+    "mean_depth": "mean depth",
+    "acceptance_by_position": "accepted by position",
+}
+"""Headings of what is shown, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +57,7 @@ class DecodeConfig:
     batch_sizes: Annotated[tuple[int, ...], "requests at once, one run for each"] = (1, 16)
     num_prompts: Annotated[int, "requests of a turn for each request at once"] = 8
     max_tokens: Annotated[int, "most tokens of an answer"] = 96
-    rounds: Annotated[int, "turns of each setting"] = 3
+    rounds: Annotated[int, "turns of each batch size; the rate is their median"] = 3
     ignore_eos: Annotated[bool, "answers have their full length"] = False
     json: Annotated[bool, "print one JSON object instead of a table"] = False
 
@@ -63,15 +71,15 @@ class PrefillConfig:
 
     lengths: Annotated[tuple[int, ...], "tokens of a prompt, one run for each"] = (256, 2048)
     rounds: Annotated[int, "runs of each length; the rate is their median"] = 5
-    json: Annotated[bool, "print one JSON object instead of tables"] = False
+    json: Annotated[bool, "print one JSON object instead of a table"] = False
 
     def __post_init__(self) -> None:
         require_positive(self, "lengths", "rounds")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One setting, once."""
+    """What an engine did to answer a number of prompts."""
 
     num_tokens: int
     num_drafts: int
@@ -82,48 +90,19 @@ class Turn:
     cpu_s: float
 
 
-@dataclass(slots=True, kw_only=True)
-class Result:
-    """One setting at one batch size."""
-
-    batch_size: int
-    depth: str
-    tokens_per_s: float
-    tokens_per_cpu_s: float
-    tokens_per_forward: float
-    """Tokens that a request gains in a step."""
-    mean_depth: float
-    acceptance_by_position: list[float]
-    """Share of runs whose first, second, ... draft was right, with all before it."""
-    speedup: float = 1.0
-    cpu_speedup: float = 1.0
-    turns: list[Turn] = field(default_factory=list)
-
-
 def bench_decode(engine: EngineConfig, config: DecodeConfig) -> int:
-    """Measure in this process what speculation brings: rates, tokens per forward, acceptance.
+    """Measure in this process how fast answers are written: greedy, with the drafts of the flags.
 
-    MODEL answers the same prompts with 0 to 4 drafts and with the adaptive depth, in turns.
+    MODEL is a checkpoint folder, a preset or a Hugging Face id. No server is needed.
     """
-    core = _engine(engine, speculation="adaptive", num_speculative_tokens=MAX_DRAFT_TOKENS)
-    info = core.info
-    if max(config.batch_sizes) > info.max_num_seqs:
-        raise StartupError(
-            f"batch size {max(config.batch_sizes)} is over --max-num-seqs ({info.max_num_seqs})"
-        )
-    prompts = read_prompts(engine, config.prompts, info.vocab_size)
-    results = [
-        result
-        for batch_size in config.batch_sizes
-        for result in compare_depths(core, config, prompts, batch_size)
-    ]
+    core = start_engine(engine, config.batch_sizes)
+    prompts = read_prompts(engine, config.prompts, core.info.vocab_size)
+    results = []
+    for batch_size in config.batch_sizes:
+        turns = [play(core, config, prompts, batch_size) for _ in range(1 + config.rounds)]
+        results.append({"batch_size": batch_size, **decode_figures(turns[1:])})
+    show(core, engine, results, as_json=config.json)
     core.close()
-    if config.json:
-        head = {"model": engine.source.model, **asdict(info)}
-        print(json.dumps(head | {"results": [asdict(result) for result in results]}))
-    else:
-        print(f"{engine.source.model}: {info.dtype}, {info.kernels} kernels, {info.speculation}\n")
-        print(_decode_table(results))
     return 0
 
 
@@ -132,82 +111,59 @@ def bench_prefill(engine: EngineConfig, config: PrefillConfig) -> int:
 
     MODEL is a checkpoint folder, a preset or a Hugging Face id. No server is needed.
     """
-    core = _engine(engine, speculation="off")
-    info, rng, results = core.info, random.Random(0), []
-    if max(config.lengths) >= info.max_model_len:
+    core = start_engine(engine)
+    longest, limit = max(config.lengths), core.info.max_model_len
+    if longest >= limit:
         raise StartupError(
-            f"length {max(config.lengths)} leaves no room for a token in --max-model-len "
-            f"({info.max_model_len})"
+            f"length {longest} leaves no room for a token in --max-model-len ({limit})"
         )
+    one, rng, results = DecodeConfig(num_prompts=1, max_tokens=1), random.Random(0), []
     for length in config.lengths:
-        prompt = _random_prompt(rng, length, info.vocab_size)
-        turns = [
-            _play(core, [prompt], 1, max_tokens=1, ignore_eos=True)
-            for _ in range(1 + config.rounds)  # the first warms up
-        ]
+        prompt = _random_prompt(rng, length, core.info.vocab_size)
+        turns = [play(core, one, [prompt], 1) for _ in range(1 + config.rounds)]
         seconds = median(turn.wall_s for turn in turns[1:])
         results.append(
             {"num_tokens": length, "ttft_ms": 1e3 * seconds, "tokens_per_s": length / seconds}
         )
+    show(core, engine, results, as_json=config.json)
     core.close()
-    if config.json:
-        head = {"model": engine.source.model, "kernels": info.kernels}
-        print(json.dumps(head | {"results": results}))
-    else:
-        rows = [["tokens", "first token after ms", "tok/s"]]
-        rows += [[f"{value:,.{i > 0:d}f}" for i, value in enumerate(r.values())] for r in results]
-        print(f"{engine.source.model}: {info.dtype}, {info.kernels} kernels\n")
-        print(format_table(rows, numeric=True))
     return 0
 
 
-def _engine(engine: EngineConfig, **drafts: Any) -> EngineCore:
-    """Start an engine in which no turn finds the prefixes of an earlier one."""
+def start_engine(
+    engine: EngineConfig, batch_sizes: Sequence[int] = (), **drafts: Any
+) -> EngineCore:
+    """Start an engine in which no turn finds the prefixes of an earlier one.
+
+    batch_sizes  that must fit
+    drafts       other values of the flags of speculation
+    """
     from whalepod.server.build import build_engine
 
     speculation = replace(engine.speculation, **drafts)
     scheduler = replace(engine.scheduler, enable_prefix_caching=False)
-    return build_engine(replace(engine, speculation=speculation, scheduler=scheduler))
+    core = build_engine(replace(engine, speculation=speculation, scheduler=scheduler))
+    largest, limit = max(batch_sizes, default=0), core.info.max_num_seqs
+    if largest > limit:
+        core.close()
+        raise StartupError(f"batch size {largest} is over --max-num-seqs ({limit})")
+    return core
 
 
-def compare_depths(
-    core: EngineCore, config: DecodeConfig, prompts: Prompts, batch_size: int
-) -> list[Result]:
-    """Run all depths in turns at one batch size."""
-    from whalepod.mtp.depth import AdaptiveDepth, FixedDepth
-
-    settings: dict[str, FixedDepth | AdaptiveDepth] = {
-        str(k): FixedDepth(k) for k in range(MAX_DRAFT_TOKENS + 1)
-    }
-    settings["adaptive"] = AdaptiveDepth(MAX_DRAFT_TOKENS)
-    turns: dict[str, list[Turn]] = {name: [] for name in settings}
-    chosen = [prompts[i % len(prompts)] for i in range(config.num_prompts * batch_size)]
-    for number in range(-1, config.rounds):  # the first turn warms up
-        for name, depth in settings.items():
-            core.depth = depth
-            turn = _play(core, chosen, batch_size, config.max_tokens, config.ignore_eos)
-            if number >= 0:
-                turns[name].append(turn)
-    results = [_result(batch_size, name, found) for name, found in turns.items()]
-    for result in results:
-        result.speedup = result.tokens_per_s / results[0].tokens_per_s
-        result.cpu_speedup = result.tokens_per_cpu_s / results[0].tokens_per_cpu_s
-    return results
-
-
-def _play(
-    core: EngineCore, prompts: Prompts, batch_size: int, max_tokens: int, ignore_eos: bool
+def play(
+    core: EngineCore, config: DecodeConfig, prompts: Sequence[Sequence[int]], batch_size: int
 ) -> Turn:
-    """Answer all prompts, `batch_size` at once: greedy, so that every setting writes the same."""
+    """Answer the prompts of a turn, `batch_size` at once: greedy, so that turns write the same."""
     from whalepod.scheduler.params import SamplingParams
     from whalepod.server.messages import Submit
 
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=config.max_tokens, ignore_eos=config.ignore_eos
+    )
     waiting = [
-        Submit(request_id=f"{i}", prompt_token_ids=tuple(prompt), params=params)
-        for i, prompt in enumerate(prompts)
+        Submit(request_id=f"{i}", prompt_token_ids=tuple(prompts[i % len(prompts)]), params=params)
+        for i in reversed(range(config.num_prompts * batch_size))
     ]
-    waiting.reverse()
     before, num_running = core.stats, 0
     started = time.perf_counter(), time.process_time()
     while waiting or core.has_work:
@@ -218,51 +174,62 @@ def _play(
         for output in step.outputs if step is not None else ():
             num_running -= output.finish_reason is not None
     ended = time.perf_counter(), time.process_time()
-    after, earlier = core.stats, before.num_accepted_by_position
+    after = core.stats
+    counts = zip_longest(
+        after.num_accepted_by_position, before.num_accepted_by_position, fillvalue=0
+    )
     return Turn(
         num_tokens=after.generation_tokens - before.generation_tokens,
         num_drafts=after.num_drafts - before.num_drafts,
         num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
         num_accepted=after.num_accepted_tokens - before.num_accepted_tokens,
-        accepted_by_position=tuple(
-            count - (earlier[i] if i < len(earlier) else 0)
-            for i, count in enumerate(after.num_accepted_by_position)
-        ),
+        accepted_by_position=tuple([now - earlier for now, earlier in counts]),
         wall_s=ended[0] - started[0],
         cpu_s=ended[1] - started[1],
     )
 
 
-def _result(batch_size: int, depth: str, turns: list[Turn]) -> Result:
+def decode_figures(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Fold turns of one setting: median rates, and how much drafts brought.
+
+    tokens_per_forward      tokens that a request gains in a step
+    acceptance_by_position  share of runs whose first, second, ... draft was right, all before too
+    """
     by_position = zip_longest(*(turn.accepted_by_position for turn in turns), fillvalue=0)
     accepted = [sum(counts) for counts in by_position]
-    num_forwards = sum(turn.num_tokens for turn in turns) - sum(accepted)
-    num_drafts = sum(turn.num_drafts for turn in turns)
-    return Result(
-        batch_size=batch_size,
-        depth=depth,
-        tokens_per_s=median(turn.num_tokens / turn.wall_s for turn in turns),
-        tokens_per_cpu_s=median(turn.num_tokens / turn.cpu_s for turn in turns),
-        tokens_per_forward=1 + sum(accepted) / num_forwards,
-        mean_depth=sum(turn.num_draft_tokens for turn in turns) / num_forwards,
-        acceptance_by_position=[count / num_drafts for count in accepted if num_drafts and count],
-        turns=turns,
+    num_tokens, num_drafts = (
+        sum(getattr(turn, name) for turn in turns) for name in ("num_tokens", "num_drafts")
     )
+    num_forwards = num_tokens - sum(turn.num_accepted for turn in turns)
+    return {
+        "tokens_per_s": median(turn.num_tokens / turn.wall_s for turn in turns),
+        "tokens_per_cpu_s": median(turn.num_tokens / turn.cpu_s for turn in turns),
+        "tokens_per_forward": num_tokens / num_forwards,
+        "mean_depth": sum(turn.num_draft_tokens for turn in turns) / num_forwards,
+        "acceptance_by_position": [n / num_drafts for n in accepted if num_drafts and n],
+        "turns": [asdict(turn) for turn in turns],
+    }
 
 
-def _decode_table(results: Sequence[Result]) -> str:
-    rows = [
-        ["batch, depth", "tok/s", "speed-up", "tok/CPU s", "speed-up", "tok/forward", "mean depth",
-         "accepted by position"]
-    ]  # fmt: skip
-    for r in results:
-        shares = " ".join(f"{share:.2f}" for share in r.acceptance_by_position)
-        rows.append([
-            f"{r.batch_size}, {r.depth}", f"{r.tokens_per_s:.1f}", f"{r.speedup:.2f}",
-            f"{r.tokens_per_cpu_s:.1f}", f"{r.cpu_speedup:.2f}", f"{r.tokens_per_forward:.2f}",
-            f"{r.mean_depth:.2f}", shares,
-        ])  # fmt: skip
-    return format_table(rows, numeric=True)
+def show(
+    core: EngineCore, engine: EngineConfig, results: Sequence[Mapping[str, Any]], *, as_json: bool
+) -> None:
+    """Print results as JSON, or what has a title as a table."""
+    name, info = engine.source.model, core.info
+    if as_json:
+        print(json.dumps({"model": name, **asdict(info), "results": results}))
+        return
+    keys = [key for key in _TITLES if key in results[0]]
+    rows = [[_TITLES[key] for key in keys]]
+    rows += [[_cell(result[key]) for key in keys] for result in results]
+    print(f"{name}: {info.dtype}, {info.kernels} kernels, {info.speculation}\n")
+    print(format_table(rows, numeric=True))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_cell, value))
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def read_prompts(engine: EngineConfig, file: Path | None, vocab_size: int) -> list[list[int]]:

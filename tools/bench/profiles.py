@@ -91,14 +91,10 @@ def schedule(requests: list[TraceRequest], load: LoadConfig, seed: int) -> list[
     Sessions of several requests arrive less often, so that the mean rate of requests holds.
     """
     rng = random.Random(f"arrivals:{seed}")
-    names = [r.session if r.session is not None else f"#{i}" for i, r in enumerate(requests)]
-    sessions = list(dict.fromkeys(names))
-    rate = load.request_rate * len(sessions) / len(requests)
-    arrivals_ms, now_ms = {}, 0.0
-    for name in sessions:
+    names = [i if r.session is None else r.session for i, r in enumerate(requests)]
+    arrivals_ms, now_ms = dict.fromkeys(names, 0.0), 0.0
+    rate = load.request_rate * len(arrivals_ms) / len(requests)
+    for name in arrivals_ms:
         arrivals_ms[name] = now_ms
         now_ms += 1e3 * rng.gammavariate(load.burstiness, 1 / (rate * load.burstiness))
-    return [
-        replace(request, timestamp=arrivals_ms[name])
-        for request, name in zip(requests, names, strict=True)
-    ]
+    return [replace(r, timestamp=arrivals_ms[n]) for r, n in zip(requests, names, strict=True)]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import uvloop
+from rich.console import Console
+from rich.progress import Progress
 
 from whalepod.tools.bench.config import BenchServeConfig, LoadConfig, WorkloadConfig
-from whalepod.tools.bench.http import Answer, Endpoint, RequestFailed
+from whalepod.tools.bench.http import Endpoint, RequestFailed
 from whalepod.tools.bench.profiles import make_requests, schedule
 from whalepod.tools.bench.report import format_report
 from whalepod.tools.bench.stats import RequestRecord, summarize
@@ -78,10 +79,11 @@ def run_limits(workload: WorkloadConfig, load: LoadConfig) -> tuple[int, ...]:
 
 def sessions_of(requests: Sequence[TraceRequest]) -> list[list[TraceRequest]]:
     """Group requests that follow each other; one without a session stands alone."""
-    sessions: dict[str, list[TraceRequest]] = {}
+    sessions: dict[object, list[TraceRequest]] = {}
     for index, request in enumerate(requests):
-        name = f"#{index}" if request.session is None else f"session {request.session}"
-        sessions.setdefault(name, []).append(request)
+        sessions.setdefault(index if request.session is None else request.session, []).append(
+            request
+        )
     return list(sessions.values())
 
 
@@ -101,7 +103,6 @@ class Player:
         await self._check_server()
         sessions = sessions_of(requests)
         turnstile = asyncio.Semaphore(limit or len(sessions))
-        progress = _Progress(len(requests))
         origin_s = time.perf_counter()
         played: list[tuple[TraceRequest, RequestRecord]] = []
 
@@ -116,13 +117,14 @@ class Player:
                     record = await self._send(request, prompts.prompt(request), due_s)
                     resent = shared_tokens(before, request, block_tokens) if before else 0
                     played.append((request, replace(record, resent_tokens=resent)))
-                    progress.advance(failed=record.error is not None)
+                    progress.advance(shown)
                     ready_s = record.end_s
 
-        async with asyncio.TaskGroup() as group:
-            for session in sessions:
-                group.create_task(play_session(session))
-        progress.close()
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            shown = progress.add_task("requests", total=len(requests))
+            async with asyncio.TaskGroup() as group:
+                for session in sessions:
+                    group.create_task(play_session(session))
         if workload.record_trace:
             write_trace(workload.record_trace, _as_sent(played, origin_s))
         result = summarize([record for _, record in played], self._config.report.limits_ms())
@@ -135,7 +137,15 @@ class Player:
             answer = await self._endpoint.complete(body, self._config.target.timeout_s)
         except RequestFailed as error:
             return RequestRecord(start_s=due_s, end_s=time.perf_counter(), error=str(error))
-        return _record(answer, due_s)
+        num_tokens = answer.usage.get("completion_tokens")
+        return RequestRecord(
+            start_s=due_s,
+            end_s=time.perf_counter(),
+            chunk_times_s=tuple(answer.chunk_times_s),
+            prompt_tokens=answer.usage.get("prompt_tokens") or 0,
+            completion_tokens=len(answer.chunk_times_s) if num_tokens is None else num_tokens,
+            cached_tokens=answer.cached_tokens,
+        )
 
     async def _check_server(self) -> None:
         """Fail before the run, with the server's own words, if it refuses such requests."""
@@ -180,18 +190,6 @@ class Player:
         }
 
 
-def _record(answer: Answer, due_s: float) -> RequestRecord:
-    num_tokens = answer.usage.get("completion_tokens")
-    return RequestRecord(
-        start_s=due_s,
-        end_s=time.perf_counter(),
-        chunk_times_s=tuple(answer.chunk_times_s),
-        prompt_tokens=answer.usage.get("prompt_tokens") or 0,
-        completion_tokens=len(answer.chunk_times_s) if num_tokens is None else num_tokens,
-        cached_tokens=answer.cached_tokens,
-    )
-
-
 def _as_sent(
     played: Sequence[tuple[TraceRequest, RequestRecord]], origin_s: float
 ) -> list[TraceRequest]:
@@ -217,22 +215,3 @@ def _publish(config: BenchServeConfig, result: dict[str, Any]) -> None:
     if config.report.out:
         with config.report.out.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-
-
-class _Progress:
-    """A counter on stderr, only if a person watches."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done, self._failed = total, 0, 0
-        self._shown = sys.stderr.isatty()
-
-    def advance(self, *, failed: bool) -> None:
-        self._done += 1
-        self._failed += failed
-        if self._shown:
-            failures = f", {self._failed} failed" if self._failed else ""
-            print(f"\r{self._done}/{self._total} requests{failures}", end="", file=sys.stderr)
-
-    def close(self) -> None:
-        if self._shown:
-            print("\r\033[K", end="", file=sys.stderr)

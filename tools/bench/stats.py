@@ -8,7 +8,6 @@ its start to its first chunk.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
@@ -104,9 +103,14 @@ def summarize(records: Sequence[RequestRecord], slo_ms: Mapping[str, float]) -> 
         "goodput": _rate(sum(meets(r, slo_ms) for r in done), duration_s) if slo_ms else None,
         "max_concurrent_requests": max_overlap([(r.start_s, r.end_s) for r in done]),
     }
-    for name, values in _latencies(done).items():
-        summary = describe(values)
-        result |= {f"{statistic}_{name}_ms": summary[statistic] for statistic in summary}
+    latencies = {
+        "ttft": [r.ttft_ms for r in done],
+        "tpot": [r.tpot_ms for r in done if r.tpot_ms is not None],
+        "itl": [itl for r in done for itl in r.itls_ms],
+        "e2el": [r.e2el_ms for r in done],
+    }
+    for name, values in latencies.items():
+        result |= {f"{statistic}_{name}_ms": x for statistic, x in describe(values).items()}
     return result | breakdowns(done)
 
 
@@ -140,16 +144,12 @@ def describe(values: Iterable[float]) -> Summary:
     ordered = sorted(values)
     if not ordered:
         return {}
-    summary = {"mean": statistics.fmean(ordered), "median": percentile(ordered, 50)}
-    return summary | {f"p{q}": percentile(ordered, q) for q in PERCENTILES}
-
-
-def percentile(ordered: Sequence[float], q: float) -> float:
-    """Interpolate between the two nearest ranks of a sorted sample, as NumPy does."""
-    position = (len(ordered) - 1) * q / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    # between the two nearest ranks, as NumPy does
+    ranks = statistics.quantiles(
+        ordered * 2 if len(ordered) == 1 else ordered, n=100, method="inclusive"
+    )
+    summary = {"mean": statistics.fmean(ordered), "median": ranks[49]}
+    return summary | {f"p{q}": ranks[q - 1] for q in PERCENTILES}
 
 
 def meets(record: RequestRecord, slo_ms: Mapping[str, float]) -> bool:
@@ -214,15 +214,6 @@ def _describe_groups(groups: Mapping[str, Sequence[float]]) -> dict[str, Summary
         name: {"count": len(values), **describe(values)}
         for name, values in groups.items()
         if values
-    }
-
-
-def _latencies(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    return {
-        "ttft": [r.ttft_ms for r in done],
-        "tpot": [r.tpot_ms for r in done if r.tpot_ms is not None],
-        "itl": [itl for r in done for itl in r.itls_ms],
-        "e2el": [r.e2el_ms for r in done],
     }
 
 

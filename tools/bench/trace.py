@@ -12,7 +12,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,10 @@ class PromptMaker:
                 self._block(hash_id)
 
     def _block(self, hash_id: int) -> list[int]:
-        block = self._blocks.get(hash_id)
-        if block is None:
+        if hash_id not in self._blocks:
             rng = random.Random(f"{self._seed}:{hash_id}")
-            block = rng.choices(self._token_ids, k=self._block_tokens)
-            self._blocks[hash_id] = block
-        return block
+            self._blocks[hash_id] = rng.choices(self._token_ids, k=self._block_tokens)
+        return self._blocks[hash_id]
 
 
 def read_trace(path: Path, block_tokens: int, limit: int) -> list[TraceRequest]:
@@ -75,18 +73,15 @@ def read_trace(path: Path, block_tokens: int, limit: int) -> list[TraceRequest]:
 
 def write_trace(path: Path, requests: Sequence[TraceRequest]) -> None:
     """Write a trace that `read_trace` reads."""
-    lines = []
-    for request in requests:
-        line: dict[str, Any] = {
+    lines = [
+        {
+            **asdict(request),
             "timestamp": round(request.timestamp, 3),
-            "input_length": request.input_length,
-            "output_length": request.output_length,
-            "hash_ids": request.hash_ids,
+            "pause_ms": round(request.pause_ms, 3),
         }
-        if request.session is not None:
-            line |= {"session": request.session, "pause_ms": round(request.pause_ms, 3)}
-        lines.append(json.dumps(line) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
+        for request in requests
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def shared_tokens(before: TraceRequest, after: TraceRequest, block_tokens: int) -> int:
@@ -109,11 +104,11 @@ def _parse(where: str, line: str, block_tokens: int) -> TraceRequest:
         raise TraceError(f"{where}: not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise TraceError(f"{where}: a line must be a JSON object, got {type(raw).__name__}")
-    input_length = _number(where, raw, "input_length", minimum=1)
+    input_length = int(_number(where, raw, "input_length", minimum=1))
     ids = raw.get("hash_ids")
     if not isinstance(ids, list) or not all(isinstance(hash_id, int) for hash_id in ids):
         raise TraceError(f"{where}: hash_ids must be a list of integers, got {ids!r}")
-    if len(ids) < num_blocks(int(input_length), block_tokens):
+    if len(ids) < num_blocks(input_length, block_tokens):
         raise TraceError(
             f"{where}: {len(ids)} hash_ids of {block_tokens} tokens do not cover input_length "
             f"{input_length}; does --trace-block say how long the trace's blocks are?"
@@ -121,7 +116,7 @@ def _parse(where: str, line: str, block_tokens: int) -> TraceRequest:
     session = raw.get("session")
     return TraceRequest(
         timestamp=_number(where, raw, "timestamp", default=0.0),
-        input_length=int(input_length),
+        input_length=input_length,
         output_length=int(_number(where, raw, "output_length", minimum=1)),
         hash_ids=tuple(ids),
         session=None if session is None else str(session),

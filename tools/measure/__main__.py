@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from cyclopts import App
 
 from whalepod.server.config import EngineConfig
+from whalepod.tools.bench.engine import DecodeConfig
 from whalepod.tools.cli import GROUPS, run_app
 from whalepod.tools.flags import add_command
+from whalepod.tools.measure.drafts import measure_drafts
 from whalepod.tools.measure.ep import measure_ep
 from whalepod.tools.measure.ep_rank import EpConfig
 from whalepod.tools.measure.passes import (
@@ -24,6 +26,7 @@ from whalepod.tools.measure.steps import StepsConfig, measure_steps
 COMMANDS: dict[str, tuple[Callable[..., int], tuple[type, ...]]] = {
     "decode": (measure_decode, (EngineConfig, DecodePassesConfig)),
     "prefill": (measure_prefill, (EngineConfig, PrefillPassesConfig)),
+    "drafts": (measure_drafts, (EngineConfig, DecodeConfig)),
     "steps": (measure_steps, (EngineConfig, StepsConfig)),
     "ranks": (measure_ranks, (EngineConfig, RanksConfig)),
     "ep": (measure_ep, (EpConfig,)),
