@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,7 +32,7 @@ from whalepod.server.errors import GroupLost, StartupError
 from whalepod.tools.client import CLIENT_ENV, ClientError
 from whalepod.tools.config_check import CheckOptions, FlagsOptions, Sources
 from whalepod.tools.doctor import DoctorConfig, doctor
-from whalepod.tools.flags import Flag, UsageError, add_command, flags_of, read_config_file
+from whalepod.tools.flags import Flag, UsageError, command_of, flags_of, read_config_file
 from whalepod.tools.ps import PsConfig, ps
 from whalepod.tools.serve import ServeOptions
 from whalepod.tools.synth import SynthConfig, synth
@@ -116,24 +117,9 @@ def plan_of(engine: EngineConfig, nodes: NodesConfig) -> NodePlan | None:
     return plan_nodes(nodes, engine.parallel.expert_parallel_size, os.environ)
 
 
-def list_flags(options: FlagsOptions) -> int:
-    """Find flags of `whalepod serve` by a word: name, environment variable, meaning.
-
-    For example `whalepod flags cache`.
-    """
-    from whalepod.tools.config_check import list_flags as run
-
-    return run(serve_flags().values(), options)
-
-
 def serve_flags() -> dict[str, Flag]:
     """Return the flags of `whalepod serve` by field name."""
-    flags: dict[str, Flag] = {}
-    for config in SERVE_CONFIGS:
-        flags |= {
-            name: flag for name, flag in flags_of(config, GROUPS).items() if name not in flags
-        }
-    return flags
+    return flags_of(SERVE_CONFIGS, GROUPS)
 
 
 def replay(config: ReplayConfig) -> int:
@@ -167,51 +153,32 @@ def make_app() -> App:
         result_action="return_value",
     )
     app["--help"].group = app["--version"].group = "Options"
-    add_command(
-        app,
-        serve,
-        *SERVE_CONFIGS,
-        name="serve",
-        groups=GROUPS,
-        positional=("model",),
-    )
-    add_command(
-        app,
-        worker,
-        EngineConfig,
-        NodesConfig,
-        ServeOptions,
-        name="worker",
-        groups=GROUPS,
-        positional=("model",),
-    )
     _add_configuration_commands(app, sources)
     app.command(  # imported when it is asked for
         "whalepod.tools.bench.commands:bench",
         name="bench",
         help="Measure a server, or the engine without one.",
     )
-    add_command(app, chat, ChatConfig, name="chat", groups=GROUPS, env_fields=CLIENT_ENV)
-    add_command(
-        app,
-        complete,
-        CompleteConfig,
-        name="complete",
-        groups=GROUPS,
-        positional=("prompt",),
-        env_fields=CLIENT_ENV,
-    )
-    add_command(app, ps, PsConfig, name="ps", positional=("url",), env_fields=CLIENT_ENV)
-    add_command(app, doctor, DoctorConfig, name="doctor", positional=("model",), env_fields=())
-    add_command(app, synth, SynthConfig, name="synth", positional=("shape", "out"), env_fields=())
-    add_command(app, replay, ReplayConfig, name="replay", positional=("file",), env_fields=())
+    served = partial(command_of, groups=GROUPS, positional=("model",))
+    client = partial(command_of, groups=GROUPS, env_fields=CLIENT_ENV)
+    for command in (
+        served(serve, *SERVE_CONFIGS),
+        served(worker, EngineConfig, NodesConfig, ServeOptions),
+        client(chat, ChatConfig),
+        client(complete, CompleteConfig, positional=("prompt",)),
+        command_of(ps, PsConfig, positional=("url",), env_fields=CLIENT_ENV),
+        command_of(doctor, DoctorConfig, positional=("model",), env_fields=()),
+        command_of(synth, SynthConfig, positional=("shape", "out"), env_fields=()),
+        command_of(replay, ReplayConfig, positional=("file",), env_fields=()),
+    ):
+        app.command(command)
     return app
 
 
 def _add_configuration_commands(app: App, sources: Sources) -> None:
     """Add `config check`, `flags` and `completion`."""
 
-    def config_check(
+    def check(
         engine: EngineConfig,
         gateway: GatewayConfig,
         nodes: NodesConfig,
@@ -227,6 +194,15 @@ def _add_configuration_commands(app: App, sources: Sources) -> None:
 
         return run(serve_flags(), (engine, gateway, nodes, options), sources, how)
 
+    def flags(options: FlagsOptions) -> int:
+        """Find flags of `whalepod serve` by a word: name, environment variable, meaning.
+
+        For example `whalepod flags cache`.
+        """
+        from whalepod.tools.config_check import list_flags
+
+        return list_flags(serve_flags().values(), options)
+
     def completion(config: CompletionConfig) -> int:
         """Print a script that completes commands and flags.
 
@@ -237,49 +213,16 @@ def _add_configuration_commands(app: App, sources: Sources) -> None:
 
     config = App(name="config", help="Look at the configuration.", help_format="plaintext")
     app.command(config)
-    add_command(
-        config,
-        config_check,
-        *SERVE_CONFIGS,
-        CheckOptions,
-        name="check",
-        groups=GROUPS,
-        positional=("model",),
+    config.command(
+        command_of(check, *SERVE_CONFIGS, CheckOptions, groups=GROUPS, positional=("model",))
     )
-    add_command(app, list_flags, FlagsOptions, name="flags", positional=("word",), env_fields=())
-    add_command(
-        app,
-        completion,
-        CompletionConfig,
-        name="completion",
-        positional=("shell",),
-        env_fields=(),
-    )
+    app.command(command_of(flags, FlagsOptions, positional=("word",), env_fields=()))
+    app.command(command_of(completion, CompletionConfig, positional=("shell",), env_fields=()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     return run_app(make_app(), arguments)
-
-
-def run_alone(
-    module: str,
-    run: Callable[..., int],
-    *configs: type,
-    arguments: Sequence[str] | None = None,
-) -> int:
-    """Run a tool that is a module of its own, with MODEL as its one positional argument."""
-    app = App(name=f"python -m {module}", help_format="plaintext", result_action="return_value")
-    add_command(
-        app,
-        run,
-        *configs,
-        name=None,
-        groups={**GROUPS, **dict.fromkeys(configs[-1:], "Measurement")},
-        positional=("model",),
-        env_fields=(),
-    )
-    return run_app(app, arguments)
 
 
 def run_app(app: App, arguments: Sequence[str] | None) -> int:

@@ -12,7 +12,7 @@ import difflib
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -78,18 +78,18 @@ Groups = Mapping[type | str, str]
 """The help groups of dataclasses, and of single fields by their names."""
 
 
-def flags_of(config: type, groups: Groups) -> dict[str, Flag]:
-    """List the flags of a dataclass and of the dataclasses in it, by field name, in order."""
+def flags_of(configs: Iterable[type], groups: Groups) -> dict[str, Flag]:
+    """List the flags of dataclasses and of the dataclasses in them, by field name, in order."""
     flags: dict[str, Flag] = {}
-    hints = get_type_hints(config, include_extras=True)
-    for field in dataclasses.fields(config):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            nested = flags_of(hint, groups)
-            flags |= {name: flag for name, flag in nested.items() if name not in flags}
-        elif field.name not in flags:
-            group = groups.get(field.name) or groups.get(config, "Options")
-            flags[field.name] = _flag(field, hint, group)
+    for config in configs:
+        hints = get_type_hints(config, include_extras=True)
+        for field in dataclasses.fields(config):
+            hint = hints[field.name]
+            if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+                flags |= {k: f for k, f in flags_of([hint], groups).items() if k not in flags}
+            elif field.name not in flags:
+                group = groups.get(field.name) or groups.get(config, "Options")
+                flags[field.name] = _flag(field, hint, group)
     return flags
 
 
@@ -120,24 +120,19 @@ def build(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
         raise UsageError(str(error)) from None
 
 
-def add_command(
-    app: App,
-    run: Callable[..., int | None],
+def command_of(
+    run: Callable[..., int],
     *configs: type,
-    name: str | None,
     groups: Groups | None = None,
     positional: Sequence[str] = (),
     env_fields: Sequence[str] | None = None,
-) -> None:
-    """Register `run(*configs)` as a command whose flags are the fields of `configs`.
+) -> Callable[..., int]:
+    """Make `run(*configs)` a command whose flags are the fields of `configs`.
 
-    name         of the command; None: it is what the app does
     positional   fields that may be given without a flag, in this order
     env_fields   fields that `WHALEPOD_*` may set; None: all of them
     """
-    flags: dict[str, Flag] = {}
-    for config in configs:
-        flags |= {k: f for k, f in flags_of(config, groups or {}).items() if k not in flags}
+    flags = flags_of(configs, groups or {})
     order = list((groups or {}).values()) + [flag.group for flag in flags.values()]
     ordered = [flags[field] for field in positional]
     ordered += [flag for flag in flags.values() if flag.field not in positional]
@@ -153,17 +148,15 @@ def add_command(
         ]
     )
 
-    def command(*args: Any, **kwargs: Any) -> int | None:
+    def command(*args: Any, **kwargs: Any) -> int:
         values = signature.bind(*args, **kwargs).arguments
         return run(*(build(config, values) for config in configs))
 
+    command.__name__ = run.__name__
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     command.__doc__ = _reflow(inspect.getdoc(run) or "")
-    if name is None:
-        app.default(command)
-    else:
-        app.command(command, name=name)
+    return command
 
 
 def _reflow(text: str) -> str:

@@ -84,7 +84,7 @@ def test_compose_starts_what_exists_and_opens_loopback_ports_only() -> None:
     services = load("compose.yaml")["services"]
 
     assert set(services) == {"whalepod", "prometheus", "grafana"}
-    flags = flags_of(EngineConfig, {}) | flags_of(GatewayConfig, {})
+    flags = flags_of((EngineConfig, GatewayConfig), {})
     known = {flag.env for flag in flags.values()}
     ours = services["whalepod"]["environment"]
     assert {name for name in ours if name.startswith(ENV_PREFIX)} <= known

@@ -16,7 +16,7 @@ from whalepod.tools.bench.engine import DecodeConfig, PrefillConfig, bench_decod
 from whalepod.tools.bench.run import bench_serve
 from whalepod.tools.cli import GROUPS as SERVE_GROUPS
 from whalepod.tools.client import CLIENT_ENV
-from whalepod.tools.flags import add_command
+from whalepod.tools.flags import command_of
 
 GROUPS: dict[type | str, str] = {
     **SERVE_GROUPS,
@@ -30,13 +30,14 @@ GROUPS: dict[type | str, str] = {
 bench = App(
     name="bench", help="Measure a server, or the engine without one.", help_format="plaintext"
 )
-add_command(
-    bench, bench_serve, BenchServeConfig, name="serve", groups=GROUPS, env_fields=CLIENT_ENV
+bench.command(
+    command_of(bench_serve, BenchServeConfig, groups=GROUPS, env_fields=CLIENT_ENV), name="serve"
 )
-for _name, _run, *_configs in (
-    ("decode", bench_decode, EngineConfig, DecodeConfig),
-    ("prefill", bench_prefill, EngineConfig, PrefillConfig),
+for _name, _run, _config in (
+    ("decode", bench_decode, DecodeConfig),
+    ("prefill", bench_prefill, PrefillConfig),
 ):
-    add_command(
-        bench, _run, *_configs, name=_name, groups=GROUPS, positional=("model",), env_fields=()
+    _command = command_of(
+        _run, EngineConfig, _config, groups=GROUPS, positional=("model",), env_fields=()
     )
+    bench.command(_command, name=_name)

@@ -10,7 +10,7 @@ from cyclopts import App
 from whalepod.server.config import EngineConfig
 from whalepod.tools.bench.engine import DecodeConfig
 from whalepod.tools.cli import GROUPS, run_app
-from whalepod.tools.flags import add_command
+from whalepod.tools.flags import command_of
 from whalepod.tools.measure.drafts import measure_drafts
 from whalepod.tools.measure.ep import measure_ep
 from whalepod.tools.measure.ep_rank import EpConfig
@@ -42,15 +42,10 @@ def make_app() -> App:
         result_action="return_value",
     )
     for name, (run, configs) in COMMANDS.items():
-        add_command(
-            app,
-            run,
-            *configs,
-            name=name,
-            groups={**GROUPS, configs[-1]: "Measurement"},
-            positional=("model",) if EngineConfig in configs else (),
-            env_fields=(),
-        )
+        positional = ("model",) if EngineConfig in configs else ()
+        groups = {**GROUPS, configs[-1]: "Measurement"}
+        command = command_of(run, *configs, groups=groups, positional=positional, env_fields=())
+        app.command(command, name=name)
     return app
 
 

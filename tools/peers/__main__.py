@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Protocol
 
-from whalepod.tools.cli import run_alone
 from whalepod.tools.flags import require_positive
+from whalepod.tools.peers.command import run_alone
 from whalepod.tools.peers.programs import (
     LlamaEngine,
     PeerFailed,

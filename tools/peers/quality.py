@@ -29,10 +29,10 @@ from whalepod.models.source import SourceError, resolve_model
 from whalepod.models.weights import CheckpointWeights, DummyWeights, Weights, WeightsError
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
-from whalepod.tools.cli import run_alone
 from whalepod.tools.flags import require_positive
 from whalepod.tools.measure.limits import random_batch
 from whalepod.tools.measure.passes import load_for_passes
+from whalepod.tools.peers.command import run_alone
 from whalepod.tools.table import format_table
 
 MAX_RATIO = 1.1
