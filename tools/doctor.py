@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from whalepod.server.errors import StartupError
 from whalepod.tools.machine import Machine, Package, inspect_machine, is_port_free
+from whalepod.tools.table import format_bytes, format_table
 
 if TYPE_CHECKING:
     from whalepod.models.config import ModelConfig
@@ -63,7 +64,8 @@ def examine_model(config: DoctorConfig, machine: Machine) -> dict[str, Any]:
     assert config.model is not None
     model = read_model_config(config.model)
     sizes = measure(model)
-    memory = config.memory_bytes or _free_memory(machine)
+    of_gpus = sum(gpu.memory_bytes for gpu in machine.gpus)
+    memory = config.memory_bytes or of_gpus or machine.available_memory_bytes
     length = config.max_model_len or model.max_position_embeddings
     if length > model.max_position_embeddings:
         raise StartupError(
@@ -122,12 +124,6 @@ def _cached_config(model: str) -> Path:
     return Path(found)
 
 
-def _free_memory(machine: Machine) -> int:
-    if machine.gpus:
-        return sum(gpu.memory_bytes for gpu in machine.gpus)
-    return machine.available_memory_bytes
-
-
 def _problems(machine: Machine, model: dict[str, Any] | None) -> Iterator[str]:
     for package in machine.packages:
         if package.required and package.version is None:
@@ -135,8 +131,8 @@ def _problems(machine: Machine, model: dict[str, Any] | None) -> Iterator[str]:
     if model and all(f["num_tokens"] == 0 for f in model["fits"]):
         smallest = min(model["weights_bytes"].values())
         yield (
-            f"{model['name']} does not fit: its weights take {_gib(smallest)} at the least, "
-            f"the memory is {_gib(model['memory_bytes'])}"
+            f"{model['name']} does not fit: its weights take {format_bytes(smallest)} at the "
+            f"least, the memory is {format_bytes(model['memory_bytes'])}"
         )
 
 
@@ -145,9 +141,9 @@ def _machine_lines(machine: Machine, config: DoctorConfig, port_free: bool) -> I
     yield f"  system    {machine.system}, Python {machine.python}"
     yield f"  cpu       {machine.cpu}, {machine.num_cores} core{'s' * (machine.num_cores != 1)}"
     yield f"            {' '.join(machine.cpu_features) or 'no vector features found'}"
-    free = _gib(machine.available_memory_bytes)
-    yield f"  memory    {_gib(machine.memory_bytes)}, {free} available"
-    gpus = [f"{gpu.name} ({_gib(gpu.memory_bytes)})" for gpu in machine.gpus]
+    free = format_bytes(machine.available_memory_bytes)
+    yield f"  memory    {format_bytes(machine.memory_bytes)}, {free} available"
+    gpus = [f"{gpu.name} ({format_bytes(gpu.memory_bytes)})" for gpu in machine.gpus]
     yield f"  gpu       {', '.join(gpus) or 'none'}"
     state = "free" if port_free else "in use: pass another --port to `whalepod serve`"
     yield f"  port      {config.host}:{config.port} is {state}"
@@ -165,30 +161,18 @@ def _package_state(package: Package) -> str:
 
 
 def _model_lines(model: dict[str, Any]) -> Iterator[str]:
-    from whalepod.tools.table import format_table
-
     mtp = f" + {model['mtp_parameters']:,} in MTP layers" if model["num_mtp_layers"] else ""
     yield f"Model {model['name']} ({model['model_type']}, {model['num_layers']} layers)"
     yield f"  parameters  {model['parameters']:,}{mtp}"
     yield f"  active      {model['active_parameters']:,} per token"
     yield f"  KV cache    {model['kv_bytes_per_token']['bf16']:,} bytes per token in bf16"
-    yield f"  fits into {_gib(model['memory_bytes'])} at {model['max_model_len']:,} tokens each"
+    memory = format_bytes(model["memory_bytes"])
+    yield f"  fits into {memory} at {model['max_model_len']:,} tokens each"
     rows = [["  weights", "size", "left for KV", "tokens", "sequences at once"]]
     for row in model["fits"]:
-        left = row["kv_cache_bytes"]
-        rows.append(
-            [
-                f"  {row['dtype']}",
-                _gib(row["weights_bytes"]),
-                _gib(left) if left > 0 else f"{_gib(-left)} short",
-                f"{row['num_tokens']:,}" if left > 0 else "-",
-                f"{row['max_concurrency']:.1f}" if left > 0 else "-",
-            ]
-        )
+        left, fitting = row["kv_cache_bytes"], ["-", "-"]
+        if left > 0:
+            fitting = [f"{row['num_tokens']:,}", f"{row['max_concurrency']:.1f}"]
+        room = format_bytes(left) if left > 0 else f"{format_bytes(-left)} short"
+        rows.append([f"  {row['dtype']}", format_bytes(row["weights_bytes"]), room, *fitting])
     yield format_table(rows, numeric=True)
-
-
-def _gib(num_bytes: int) -> str:
-    if num_bytes < 1 << 30:
-        return f"{num_bytes / 2**20:.1f} MiB"
-    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -30,18 +30,18 @@ OPTIONAL = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
     name: str
     version: str | None
     """None: not installed."""
     hint: str
     required: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    name: str
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,11 @@ class Machine:
 
 def inspect_machine() -> Machine:
     """Look at the machine. Reads files and runs nvidia-smi if there is one; needs no network."""
+    from whalepod.models.source import compiled_code_folder
+
     total, available = memory_bytes()
     info = _read("/proc/cpuinfo")
+    hints = {name: f"pip install {name}" for name in REQUIRED} | OPTIONAL
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
@@ -73,8 +76,11 @@ def inspect_machine() -> Machine:
         memory_bytes=total,
         available_memory_bytes=available,
         gpus=tuple(_gpus()),
-        packages=tuple(_packages()),
-        num_compiled_kernels=_num_compiled_kernels(),
+        packages=tuple(
+            Package(name=name, version=_version(name), hint=hint, required=name in REQUIRED)
+            for name, hint in hints.items()
+        ),
+        num_compiled_kernels=sum(1 for _ in compiled_code_folder().rglob("*.nbi")),
     )
 
 
@@ -125,24 +131,11 @@ def _gpus() -> Iterator[Gpu]:
             yield Gpu(name=name.strip(), memory_bytes=int(mebibytes) << 20)
 
 
-def _packages() -> Iterator[Package]:
-    hints = {name: f"pip install {name}" for name in REQUIRED} | OPTIONAL
-    for name, hint in hints.items():
-        yield Package(name=name, version=_version(name), hint=hint, required=name in REQUIRED)
-
-
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _num_compiled_kernels() -> int:
-    """Count the compiled functions that a server finds at its next start."""
-    from whalepod.models.source import compiled_code_folder
-
-    return sum(1 for _ in compiled_code_folder().rglob("*.nbi"))
 
 
 def _cpuinfo_value(cpuinfo: str, key: str) -> str:

@@ -1,8 +1,15 @@
-"""Plain text tables."""
+"""Plain text tables, and sizes in them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size in MiB or GiB."""
+    if num_bytes < 1 << 30:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**30:,.1f} GiB"
 
 
 def format_table(rows: Sequence[Sequence[str]], *, numeric: bool = False) -> str:

@@ -21,7 +21,7 @@ from whalepod.models.synthetic import synthesize
 from whalepod.server.config import GatewayConfig
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
-from whalepod.tools.serve import base_url, parsers_of, start_report
+from whalepod.tools.start_report import base_url, parsers_of, start_report
 
 PROGRAM = "import sys; from whalepod.tools.cli import main; sys.exit(main(sys.argv[1:]))"
 START_S = 120
