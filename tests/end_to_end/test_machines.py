@@ -31,7 +31,7 @@ from tests.gateway.serving import wait_until
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 LOOPBACK = [Machine("127.0.0.1"), Machine("127.0.0.1")]
-INTERVAL_S = 5.0
+INTERVAL_S = 2.0
 
 
 def free_port() -> int:

@@ -7,9 +7,10 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TypeAlias
@@ -287,6 +288,53 @@ def start_ranks(run: Callable[[int], object]) -> tuple[Processes, Results]:
     return ranks, results
 
 
+class Matrix:
+    """Runs the cells of a session, a few at a time, since ranks wait more than they compute."""
+
+    AT_ONCE = 4
+
+    def __init__(self, cells: list[Cell], new_folder: Callable[[], Path]) -> None:
+        self._cells, self._new_folder = cells, new_folder
+        self._running: dict[Cell, tuple[Place, Processes, Results]] = {}
+
+    def run(self, cell: Cell) -> dict[int, object]:
+        """Return what each surviving rank found; the next cells run meanwhile."""
+        first = self._cells.index(cell)
+        for one in self._cells[first : first + self.AT_ONCE]:
+            if one not in self._running:
+                place = make_place(HEAP, self._new_folder())
+                body = partial(run_steps, place, one)
+                self._running[one] = (place, *start_ranks(body))
+        _, _, results = self._running[cell]
+        try:
+            return dict(results.get(timeout=120) for _ in range(NUM_RANKS - 1))
+        finally:
+            self.end(cell)
+
+    def end(self, cell: Cell) -> None:
+        place, ranks, _ = self._running.pop(cell)
+        ranks[cell.victim].kill()
+        end_ranks(ranks, place)
+
+    def close(self) -> None:
+        for cell in [*self._running]:
+            self.end(cell)
+
+
+@pytest.fixture(scope="module")
+def matrix(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Matrix]:
+    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    cells = [spec.params["cell"] for spec in chosen if spec and "cell" in spec.params]
+    matrix = Matrix(
+        [cell for cell in cells if isinstance(cell, Cell)],
+        lambda: tmp_path_factory.mktemp("cell"),
+    )
+    yield matrix
+    matrix.close()
+
+
 def end_ranks(ranks: Processes, place: Place) -> None:
     for process in ranks:
         process.join(timeout=30)
@@ -300,16 +348,10 @@ def end_ranks(ranks: Processes, place: Place) -> None:
     "cell", [*QUICK, *(pytest.param(cell, marks=pytest.mark.long) for cell in LONG)], ids=str
 )
 def test_survivors_name_the_rank_within_the_deadline_and_go_on_masked(
-    cell: Cell, tmp_path: Path
+    cell: Cell, matrix: Matrix
 ) -> None:
-    place = make_place(HEAP, tmp_path)
     before = set(os.listdir("/dev/shm"))
-    ranks, results = start_ranks(lambda rank: run_steps(place, cell, rank))
-    try:
-        found = dict(results.get(timeout=120) for _ in range(NUM_RANKS - 1))
-    finally:
-        ranks[cell.victim].kill()
-        end_ranks(ranks, place)
+    found = matrix.run(cell)
     assert cell.victim not in found
     for rank, steps in found.items():
         assert isinstance(steps, list), f"rank {rank}:\n{steps}"
