@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 import sys
@@ -14,17 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from whalepod.server.config import EngineConfig, GatewayConfig
 from whalepod.server.errors import GroupLost, StartupError
+from whalepod.tools.run_gateway import run_gateway
 from whalepod.tools.start_report import claim_port, model_name, parsers_of, start_report
 
 if TYPE_CHECKING:
-    from whalepod.server.channel import EngineChannel
     from whalepod.server.cluster.node_plan import NodePlan
     from whalepod.server.cluster.rank_group import RankGroup
-    from whalepod.server.cluster.router import RankRouter
     from whalepod.server.engine_launcher import EngineProcess
     from whalepod.server.tokenizer import TextTokenizer
-
-END_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +53,7 @@ def serve(engine: EngineConfig, gateway: GatewayConfig, plan: NodePlan | None = 
                     f"warning: anyone who reaches {gateway.host}:{gateway.port} may use this "
                     "server; pass --api-key KEY to ask for a key"
                 )
-            reason = _run_gateway(gateway, process, tokenizer.result(), folder)
+            reason = run_gateway(gateway, process, tokenizer.result(), folder)
             if reason is not None:
                 raise GroupLost(reason)
     return 0
@@ -120,48 +116,6 @@ def _load_tokenizer(folder: Path, chat_template: str | None) -> TextTokenizer:
     from whalepod.server.tokenizer import TextTokenizer
 
     return TextTokenizer.from_folder(folder, Path(chat_template) if chat_template else None)
-
-
-def _run_gateway(
-    gateway: GatewayConfig,
-    process: EngineProcess | RankGroup,
-    tokenizer: TextTokenizer,
-    folder: Path,
-) -> str | None:
-    """Serve until a signal, or until there is nothing left to serve with: return why, then."""
-    import uvloop
-
-    from whalepod.server.gateway.run import serve as serve_http
-    from whalepod.server.tokenizer import read_default_params
-
-    async def run() -> str | None:
-        async with process.channel() as upstream:
-            told_to_stop = asyncio.Event()
-            watch = asyncio.create_task(_tell_to_stop(process, upstream, told_to_stop))
-            try:
-                await serve_http(
-                    gateway,
-                    upstream,
-                    tokenizer,
-                    default_params=read_default_params(folder),
-                    told_to_stop=told_to_stop,
-                )
-            finally:
-                watch.cancel()
-            return upstream.failure
-
-    return uvloop.run(run())
-
-
-async def _tell_to_stop(
-    process: EngineProcess | RankGroup,
-    upstream: EngineChannel | RankRouter,
-    told_to_stop: asyncio.Event,
-) -> None:
-    """Let the gateway stop when another machine asks for it, or when no engine will be back."""
-    while upstream.failure is None and not process.is_told_to_stop:
-        await asyncio.sleep(END_POLL_S)
-    told_to_stop.set()
 
 
 def _note(text: str) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from collections.abc import Collection, Sequence
@@ -57,6 +58,14 @@ def format_functions(sources: Sequence[Source], num_longest: int = NUM_LONGEST) 
     )
 
 
+def show(text: str) -> None:
+    """Print; a reader that has seen enough, like `head`, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+
+
 def main() -> int:
     """Count, print, compare."""
     project = ROOT / "pyproject.toml"
@@ -67,11 +76,14 @@ def main() -> int:
         "lines": sum(source.num_lines for source in sources),
         "request_path_lines": sum(source.num_lines for source in ran),
     }
-    print(format_folders(sources, path.ran, path.loaded))
-    print(f"\na chat request runs {len(ran)} of {len(path.loaded)} loaded modules")
+    report = [
+        format_folders(sources, path.ran, path.loaded),
+        f"\na chat request runs {len(ran)} of {len(path.loaded)} loaded modules",
+        format_functions(sources),
+    ]
     if "--modules" in sys.argv:
-        print(*(f"{source.num_lines:>5}  {source.path}" for source in ran), sep="\n")
-    print(format_functions(sources))
+        report[2:2] = [f"{source.num_lines:>5}  {source.path}" for source in ran]
+    show("\n".join(report))
     broken = problems(ceilings, sources, measured["request_path_lines"])
     if "--lower" in sys.argv:
         text = project.read_text(encoding="utf-8")
