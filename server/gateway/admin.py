@@ -11,9 +11,10 @@ from fastapi import APIRouter, FastAPI, Request
 
 import whalepod
 from whalepod.server.gateway.api_errors import ApiError, install_error_handlers
-from whalepod.server.gateway.auth import ApiKeyMiddleware, RequestIdMiddleware
+from whalepod.server.gateway.auth import ApiKeyMiddleware
 from whalepod.server.gateway.body import JsonRoute
 from whalepod.server.gateway.gateway import Gateway, gateway_of
+from whalepod.server.gateway.live_requests import RequestIdMiddleware
 from whalepod.server.gateway.schema import AbortRequest, Schema
 
 MAX_BODY_BYTES: Final = 64 * 1024

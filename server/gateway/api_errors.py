@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,6 +140,39 @@ def format_path(path: Sequence[str | int]) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
+
+
+def place_of_lone_surrogate(body: bytes) -> str | None:
+    """Return the path of the first string that no UTF-8 text can hold, if that is the fault."""
+    try:
+        data = json.loads(body, parse_constant=_refuse_constant)
+    except ValueError:
+        return None
+    return next((path for path, text in _strings(data, ()) if not _is_encodable(text)), None)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _strings(data: object, path: tuple[str | int, ...]) -> Iterator[tuple[str, str]]:
+    if isinstance(data, str):
+        yield format_path(path), data
+    elif isinstance(data, list):
+        for i, item in enumerate(data):
+            yield from _strings(item, (*path, i))
+    elif isinstance(data, dict):
+        for key, value in data.items():
+            yield format_path(path), key
+            yield from _strings(value, (*path, key))
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -13,19 +13,20 @@ from whalepod.server.config import GatewayConfig
 from whalepod.server.engine_client import EngineClient
 from whalepod.server.gateway import (
     routes_generate,
+    routes_messages,
     routes_page,
     routes_responses,
     routes_server,
 )
 from whalepod.server.gateway.api_errors import install_error_handlers
-from whalepod.server.gateway.auth import ApiKeyMiddleware, RequestIdMiddleware, read_keys
+from whalepod.server.gateway.auth import ApiKeyMiddleware, read_keys
 from whalepod.server.gateway.gateway import Gateway
-from whalepod.server.gateway.live_requests import LiveRequestMiddleware
+from whalepod.server.gateway.live_requests import LiveRequestMiddleware, RequestIdMiddleware
 from whalepod.server.gateway.openapi import install_docs
 from whalepod.server.gateway.timers import measuring_lag
 from whalepod.server.tokenizer import TextTokenizer
 
-_ROUTES = (routes_generate, routes_responses, routes_server, routes_page)
+_ROUTES = (routes_generate, routes_responses, routes_messages, routes_server, routes_page)
 
 
 def create_app(

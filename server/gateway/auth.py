@@ -1,23 +1,21 @@
-"""ASGI middleware: request ids and API keys."""
+"""API keys: where they come from, and the middleware that asks for one."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import re
-import uuid
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.api_errors import ApiError
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi.json"})
 OPEN_FOLDERS = ("/docs/", "/page/")
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _KEY = re.compile(r"[\x21-\x7e]+")
 
 
@@ -51,30 +49,6 @@ def given_key(scope: Scope) -> str | None:
     headers = Headers(scope=scope)
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
-
-
-class RequestIdMiddleware:
-    """Echo a client's X-Request-Id, or make one. It names a request in logs, never inside."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = headers["request-id"] = request_id  # Anthropic's name
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
 
 
 class ApiKeyMiddleware:

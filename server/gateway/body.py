@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +14,13 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 
-from whalepod.server.gateway.api_errors import ApiError, first_fault, format_path, invalid
+from whalepod.server.gateway.api_errors import (
+    ApiError,
+    first_fault,
+    format_path,
+    invalid,
+    place_of_lone_surrogate,
+)
 from whalepod.server.gateway.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -93,7 +98,7 @@ def parse_json(body: bytes) -> object:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        param = _place_of_lone_surrogate(body)
+        param = place_of_lone_surrogate(body)
         where = f"{param}: " if param else ""
         raise invalid(param, f"{where}the body is not valid JSON: {error}") from None
 
@@ -104,39 +109,6 @@ def is_deeper_than(body: bytes, depth: int) -> bool:
     opens = np.frombuffer(brackets, np.uint8) == ord("[")
     levels = np.cumsum(np.where(opens, 1, -1))
     return bool(levels.max(initial=0) > depth)
-
-
-def _place_of_lone_surrogate(body: bytes) -> str | None:
-    """Return the path of the first string that no UTF-8 text can hold, if that is the fault."""
-    try:
-        data = json.loads(body, parse_constant=_refuse_constant)
-    except ValueError:
-        return None
-    return next((path for path, text in _strings(data, ()) if not _is_encodable(text)), None)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _strings(data: object, path: tuple[str | int, ...]) -> Iterator[tuple[str, str]]:
-    if isinstance(data, str):
-        yield format_path(path), data
-    elif isinstance(data, list):
-        for i, item in enumerate(data):
-            yield from _strings(item, (*path, i))
-    elif isinstance(data, dict):
-        for key, value in data.items():
-            yield format_path(path), key
-            yield from _strings(value, (*path, key))
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def validate(schema: type[Schema], data: object, at: Sequence[str | int] = ()) -> Schema:

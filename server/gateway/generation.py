@@ -54,7 +54,7 @@ class ChoiceDecoder:
             skip_special_tokens=run.skip_special_tokens, kept_ids=run.markup_ids
         )
         self._parser = run.new_parser()
-        self._stops = StopMatcher(run.stops, run.include_stop)
+        self._stops = StopMatcher(run.stops, run.include_stop) if run.stops else None
         self._num_chars = 0
         self._started = False
         self.num_tokens = 0
@@ -112,7 +112,7 @@ class ChoiceDecoder:
         self._count_drafts(output, len(offsets))
         if stop is None and output.finish_reason is not None:
             text, stop = self._match(self._detokenizer.flush())
-            self._parser.feed(text + self._stops.flush())
+            self._parser.feed(text + (self._stops.flush() if self._stops else ""))
         if stop is not None or output.finish_reason is not None:
             self._parser.finish(complete=self._is_complete(output, stop))
         blocks = self._parser.blocks.take()
@@ -141,7 +141,7 @@ class ChoiceDecoder:
 
     def _match(self, piece: str) -> tuple[str, str | None]:
         self._num_chars += len(piece)
-        if self.num_tokens <= self._run.submit.params.min_tokens:
+        if self._stops is None or self.num_tokens <= self._run.submit.params.min_tokens:
             return piece, None
         return self._stops.push(piece)
 

@@ -12,7 +12,7 @@ from whalepod.scheduler.params import Constraint
 from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.chat_formats.interface import CallOptions, ChatFormat, Start
 from whalepod.server.gateway.limits import MAX_FORCED_CALLS, MAX_GRAMMAR_CHARS, MAX_NUM_CHOICE_TEXTS
-from whalepod.server.gateway.schema import ChatRequest, CompletionRequest, ResponseFormat
+from whalepod.server.gateway.schema import ChatRequest, ResponseFormat
 from whalepod.server.gateway.tools import Functions, ToolChoice, strict_functions
 from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, one_of, quoted
 from whalepod.server.tokenizer import TextTokenizer
@@ -60,17 +60,8 @@ def of_structured_outputs(fields: Mapping[str, Any] | None) -> Constraint | None
     raise invalid(path, f"{path} is not supported, or not in this form")
 
 
-def of_completion(request: CompletionRequest) -> tuple[Constraint | None, str]:
-    """Return the grammar of a raw completion, if it asks for one, and the field that does."""
-    return _either(
-        of_structured_outputs(request.structured_outputs),
-        of_response_format(request.response_format),
-    )
-
-
-def _either(
-    asked: Constraint | None, formatted: Constraint | None
-) -> tuple[Constraint | None, str]:
+def either(asked: Constraint | None, formatted: Constraint | None) -> tuple[Constraint | None, str]:
+    """Return the one grammar of both fields that may ask for one, and the field that does."""
     if asked is not None and formatted is not None:
         message = "structured_outputs and response_format exclude each other"
         raise invalid("structured_outputs", message)
@@ -132,7 +123,7 @@ class GuidedDecoding:
         formatted = of_response_format(request.response_format)
         parallel = request.parallel_tool_calls is not False
         strict = strict_functions(request.tools)
-        _, param = _either(asked, formatted)
+        _, param = either(asked, formatted)
         if choice.is_forced:
             if asked is not None:
                 raise invalid(

@@ -42,7 +42,8 @@ async def answer(
 
     async def checked() -> list[PromptRun]:
         runs = await gateway.tokenizer_pool.run(make_runs)
-        await gateway.check_grammars(runs)
+        if any(run.submit.params.constraint for run in runs):
+            await gateway.grammars.check(runs)
         return runs
 
     runs = await _unless_client_leaves(request.receive, live.within_limits(checked))

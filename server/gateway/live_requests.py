@@ -1,14 +1,17 @@
-"""The requests that are being answered: deadlines, aborts, and what a drain waits for."""
+"""The requests that are being answered: ids, deadlines, aborts, and what a drain waits for."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whalepod.server.gateway.api_errors import ApiError
 from whalepod.server.gateway.events import Event, Failed
@@ -17,6 +20,7 @@ Result = TypeVar("Result")
 
 GENERATING_FOLDER = "/v1/"
 """POSTs below it are counted, and refused while the server drains."""
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class LiveRequest:
@@ -150,3 +154,27 @@ class LiveRequestMiddleware:
         with self._requests.track(request_id, owner, scope["path"]) as live:
             state["live"] = live
             await self._app(scope, receive, send)
+
+
+class RequestIdMiddleware:
+    """Echo a client's X-Request-Id, or make one. It names a request in logs, never inside."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = request_id  # Anthropic's name
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,4 +1,4 @@
-"""Turns a validated request into what the engine gets: tokens and sampling parameters."""
+"""Turns a checked chat into what the engine gets: tokens and sampling parameters."""
 
 from __future__ import annotations
 
@@ -20,29 +20,19 @@ from whalepod.server.gateway.chat_formats.interface import (
     PlainParser,
 )
 from whalepod.server.gateway.generation import PromptRun
-from whalepod.server.gateway.guided_decoding import GuidedDecoding, of_completion
-from whalepod.server.gateway.limits import MAX_NUM_CHOICES
+from whalepod.server.gateway.guided_decoding import GuidedDecoding
 from whalepod.server.gateway.prompts import Prompts
-from whalepod.server.gateway.schema import (
-    ChatRequest,
-    CompletionRequest,
-    SamplingFields,
-)
-from whalepod.server.gateway.tools import (
-    read_choice,
-    read_functions,
-)
+from whalepod.server.gateway.schema import ChatRequest, SamplingFields
+from whalepod.server.gateway.tools import Functions, ToolChoice, read_choice, read_functions
 from whalepod.server.messages import EngineInfo, Submit
 from whalepod.server.tokenizer import TextTokenizer
-
-DEFAULT_COMPLETION_TOKENS: Final = 16
-"""OpenAI's default of /v1/completions; chat goes on to the end of the context."""
 
 _SAMPLING_NAMES: Final = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "logit_bias", "seed", "ignore_eos"),
     "num_speculative_tokens",
 )
+_NO_CALLS: Final = ToolChoice(mode="none")
 
 
 class Preparation:
@@ -76,14 +66,18 @@ class Preparation:
         max_tokens = request.max_tokens if asked is None else asked
         if max_tokens is not None and max_tokens < 1:
             raise invalid(name, f"{name} must be at least 1, got {max_tokens}")
-        functions = read_functions(request.tools)
-        choice = read_choice(request.tool_choice, functions)
+        functions: Functions = {}
+        choice, constraint, param = _NO_CALLS, None, ""
+        if is_guided := not _is_plain(request):
+            functions = read_functions(request.tools)
+            choice = read_choice(request.tool_choice, functions)
         token_ids = self.prompts.chat(request.messages, request, choice)
         start = self.prompts.start(token_ids, request.messages[-1])
-        constraint, param = self._grammars.of_chat(request, functions, choice, start)
-        params = self._params(
+        if is_guided:
+            constraint, param = self._grammars.of_chat(request, functions, choice, start)
+        params = self.params(
             request,
-            max_tokens=self._clamp(len(token_ids), max_tokens, "messages"),
+            max_tokens=self.clamp(len(token_ids), max_tokens, "messages"),
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             constraint=constraint,
         )
@@ -97,42 +91,16 @@ class Preparation:
             )
             new_parser = partial(self._format.new_parser, options)
         fields = {"new_parser": new_parser, "markup_ids": self._markup_ids}
-        return [self._run(request, token_ids, params, constraint_param=param, **fields)]
+        return [self.run(request, token_ids, params, constraint_param=param, **fields)]
 
-    def completion(self, request: CompletionRequest) -> list[PromptRun]:
-        """Return one run for each prompt."""
-        if request.suffix:
-            raise invalid("suffix", "suffix is not supported")
-        num_choices = len(request.prompt) * (request.n or 1)
-        if num_choices > MAX_NUM_CHOICES:
-            message = f"prompts times n must be at most {MAX_NUM_CHOICES}, got {num_choices}"
-            raise invalid("n", message)
-        return [self._completion_run(request, prompt, i) for i, prompt in enumerate(request.prompt)]
-
-    def _completion_run(
-        self, request: CompletionRequest, prompt: str | list[int], position: int
-    ) -> PromptRun:
-        token_ids = self.prompts.raw(prompt)
-        asked = request.max_tokens
-        max_tokens = DEFAULT_COMPLETION_TOKENS if asked is None else asked
-        constraint, param = of_completion(request)
-        params = self._params(
-            request,
-            max_tokens=self._clamp(len(token_ids), max_tokens, "prompt"),
-            constraint=constraint,
-            logprobs=request.logprobs,
-            prompt_logprobs=request.logprobs if request.echo else None,
-        )
-        fields = {"first_index": position * (request.n or 1), "echo": bool(request.echo)}
-        return self._run(request, token_ids, params, constraint_param=param, **fields)
-
-    def _clamp(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> int:
+    def clamp(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> int:
         """Return how many tokens may be generated; more than the context holds is cut."""
         limit = self._info.max_model_len
         total = max_total_tokens(num_prompt_tokens, max_tokens, max_model_len=limit, param=param)
         return total - num_prompt_tokens
 
-    def _params(self, request: SamplingFields, **fields: Any) -> SamplingParams:
+    def params(self, request: SamplingFields, **fields: Any) -> SamplingParams:
+        """Return the engine's parameters; ApiError names the field that is out of range."""
         named = {name: getattr(request, name) for name in _SAMPLING_NAMES}
         given = {name: value for name, value in named.items() if value is not None}
         stops = {"stop_token_ids": tuple(request.stop_token_ids or ())}
@@ -143,13 +111,14 @@ class Preparation:
         except ValueError as error:  # its message begins with the parameter's name
             raise invalid(str(error).partition(" ")[0], str(error)) from None
 
-    def _run(
+    def run(
         self,
         request: SamplingFields,
         token_ids: list[int],
         params: SamplingParams,
         **fields: Any,
     ) -> PromptRun:
+        """Return the run of one prompt."""
         submit = Submit(
             request_id=secrets.token_hex(16),
             prompt_token_ids=tuple(token_ids),
@@ -165,6 +134,15 @@ class Preparation:
             skip_special_tokens=request.skip_special_tokens is not False,
             **fields,
         )
+
+
+def _is_plain(request: ChatRequest) -> bool:
+    """Return whether a chat asks nothing of the form of its answer, and offers no tools."""
+    wishes = (
+        *(request.tools, request.tool_choice, request.structured_outputs),
+        *(request.response_format, request.thinking_token_budget),
+    )
+    return not isinstance(request.thinking, dict) and all(wish is None for wish in wishes)
 
 
 def _new_call_id() -> str:

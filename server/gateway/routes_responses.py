@@ -1,4 +1,4 @@
-"""Stored responses: `/v1/responses/{response_id}`."""
+"""The Responses API: new responses and stored ones."""
 
 from __future__ import annotations
 
@@ -7,15 +7,49 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from whalepod.server.gateway.api_errors import ApiError, invalid
+from whalepod.server.gateway.api_errors import ApiError, errors_in, invalid
 from whalepod.server.gateway.auth import given_key
+from whalepod.server.gateway.body import JsonRoute
+from whalepod.server.gateway.chat_encoder import logprobs_writer
 from whalepod.server.gateway.gateway import gateway_of
-from whalepod.server.gateway.response_store import StoredResponse
-from whalepod.server.gateway.responses_input import Item
+from whalepod.server.gateway.generation import PromptRun
+from whalepod.server.gateway.http_responses import answer
+from whalepod.server.gateway.response_store import ResponseContext, StoredResponse
+from whalepod.server.gateway.responses_encoder import ResponsesEncoder, response_fields
+from whalepod.server.gateway.responses_input import (
+    CHAT_NAMES,
+    Item,
+    ResponsesRequest,
+    chat_of_items,
+)
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 _LIST_LIMIT = 100
+
+
+@router.post("/v1/responses")
+async def create_response(request: Request, body: ResponsesRequest) -> Response:
+    """Answer items, or go on from an earlier response."""
+    gateway = gateway_of(request)
+    model = gateway.check_model(body.model)
+    context = ResponseContext(gateway.stored_responses, body, given_key(request.scope))
+
+    def chat() -> list[PromptRun]:
+        chat = chat_of_items(body, context.items, context.earlier_items)
+        return gateway.preparation.chat(chat)
+
+    def new_encoder(runs: Sequence[PromptRun]) -> ResponsesEncoder:
+        params = runs[0].submit.params
+        return ResponsesEncoder(
+            response_fields(body, context.ids, model, params),
+            context.ids,
+            context.keep,
+            logprobs_writer(params.logprobs, gateway.tokenizer),
+        )
+
+    with errors_in(CHAT_NAMES):
+        return await answer(request, chat, new_encoder, stream=body.stream)
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
 
 import whalepod
 from whalepod.server.errors import EngineLost
 from whalepod.server.gateway.api_errors import ApiError, invalid
 from whalepod.server.gateway.body import JsonRoute
 from whalepod.server.gateway.gateway import Gateway, gateway_of
-from whalepod.server.gateway.schema import AbortRequest, DetokenizeRequest, TokenizeRequest
+from whalepod.server.gateway.schema import (
+    AbortRequest,
+    Messages,
+    Schema,
+    ShortText,
+    TemplateFields,
+    TokenId,
+)
 
 router = APIRouter(route_class=JsonRoute)
+
+
+class TokenizeRequest(TemplateFields):
+    model: ShortText | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Schema):
+    model: ShortText | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1_000_000)]
+    skip_special_tokens: bool | None = None
 
 
 @router.get("/v1/models")

@@ -65,30 +65,6 @@ def _text_of_part(part: object) -> str:
     return text
 
 
-def _check_prompt(value: object) -> object:
-    """Return a list of prompts, each a string or a list of token ids."""
-    match value:
-        case str():
-            prompts: list[Any] = [value]
-        case [int(), *_]:
-            prompts = [value]
-        case [_, *_]:
-            prompts = list(value)
-        case _:
-            raise ValueError("must be a string, or a list of strings or token ids, not empty")
-    for prompt in prompts:
-        if not isinstance(prompt, str) and not _is_token_list(prompt):
-            raise ValueError("each prompt must be a string or a list of token ids (integers)")
-        if not prompt and not isinstance(prompt, str):
-            raise ValueError("a list of token ids must not be empty")
-    return prompts
-
-
-def _is_token_list(value: object) -> bool:
-    # `type() is int`: True and False are no token ids
-    return isinstance(value, list) and all(type(token_id) is int for token_id in value)
-
-
 def _instead(name: str, *harmless: object) -> BeforeValidator:
     """Refuse a field of other servers or other times that would change the answer."""
 
@@ -206,30 +182,6 @@ class ChatRequest(SamplingFields, TemplateFields):
     """Another name of `thinking.budget_tokens`: after this many tokens the reasoning is closed."""
 
 
-Prompt = Annotated[
-    list[str | list[int]],
-    BeforeValidator(
-        _check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
-    ),
-]
-
-
-class CompletionRequest(SamplingFields):
-    prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    response_format: ResponseFormat | None = None
-
-
-class TokenizeRequest(TemplateFields):
-    model: ShortText | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    return_token_strs: bool | None = None
-    add_special_tokens: bool | None = None
-
-
 class ChatExtensions(Schema):
     """Fields of chats that the Responses and Messages APIs take beyond their own."""
 
@@ -245,9 +197,3 @@ class ChatExtensions(Schema):
 
 class AbortRequest(Schema):
     request_id: ShortText
-
-
-class DetokenizeRequest(Schema):
-    model: ShortText | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1_000_000)]
-    skip_special_tokens: bool | None = None

@@ -20,8 +20,6 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Return the text that is safe to deliver, and the stop string that it ended at."""
-        if not self._stops:
-            return text, None
         for i, character in enumerate(text):
             stop = self._advance(character)
             if stop is not None:

@@ -150,7 +150,7 @@ def test_the_time_limit_counts_the_wait_for_the_grammar_checker(
 ) -> None:
     config = GatewayConfig(served_model_name=("tiny",), request_timeout_s=0.05)
     app = create_app(config, engine, tokenizer)
-    app.state.gateway._grammars = busy = BusyChecker()
+    app.state.gateway.grammars._checker = busy = BusyChecker()
     with TestClient(app) as client:
         response = client.post(path, json={"model": "tiny", **PATHS[path]})
 
@@ -162,7 +162,7 @@ def test_the_time_limit_counts_the_wait_for_the_grammar_checker(
 def test_a_request_that_waits_for_the_grammar_checker_can_leave_or_be_ended(
     app: Any, port: int, engine: FakeEngine
 ) -> None:
-    app.state.gateway._grammars = busy = BusyChecker()
+    app.state.gateway.grammars._checker = busy = BusyChecker()
     body: dict[str, Any] = {"model": "tiny", **PATHS["/v1/completions"]}
     answers: list[httpx2.Response] = []
     thread = threading.Thread(

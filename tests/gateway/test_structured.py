@@ -217,16 +217,16 @@ def test_a_schema_that_explodes_is_refused_in_time(
     gateway = client.app.state.gateway  # type: ignore[attr-defined]
     slow = schema(SLOW)
     complete(client, structured_outputs={"regex": "a"})  # the worker runs now
-    monkeypatch.setattr(gateway._grammars, "_timeout_s", 0.5)
+    monkeypatch.setattr(gateway.grammars._checker, "_timeout_s", 0.5)
     body = {"model": "tiny", "messages": [user("hi")], "response_format": slow}
 
-    compiler = gateway._grammars._process
+    compiler = gateway.grammars._checker._process
     error = error_of(client.post("/v1/chat/completions", json=body), 400)
 
     assert "more than 0.5 s" in error["message"]
     assert compiler.returncode is not None, "it is ended in the middle of its work"
     monkeypatch.undo()  # the next worker takes a while to start
-    verdicts = gateway._grammars._verdicts
+    verdicts = gateway.grammars._checker._verdicts
     assert all("0.5 s" not in (verdict or "") for verdict in verdicts.values()), "a busy machine?"
     assert complete(client, structured_outputs={"regex": "ab"})["choices"][0]["text"] == "ab"
 
@@ -235,9 +235,9 @@ def test_a_compiler_that_does_not_start_is_a_503(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = client.app.state.gateway  # type: ignore[attr-defined]
-    broken = gateway._new_checker()
+    broken = gateway.grammars._new_checker()
     broken._vocabulary["tokenizer_json"] = "{"
-    monkeypatch.setattr(gateway, "_grammars", broken)
+    monkeypatch.setattr(gateway.grammars, "_checker", broken)
     body = {"prompt": "hi", "structured_outputs": {"regex": "a"}}
 
     response = client.post("/v1/completions", json=body)
