@@ -11,7 +11,7 @@ MAX_DRAFT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """How many tokens are guessed ahead, by whom, and how guesses are judged."""
+    """How many tokens are guessed ahead, and by whom."""
 
     speculation: Annotated[
         Literal["auto", "adaptive", "fixed", "off"],
@@ -25,10 +25,6 @@ class SpeculationConfig:
         Literal["auto", "mtp", "lookup"],
         "mtp: the model's own layer; lookup: repetitions in the text; auto: per request the better",
     ] = "auto"
-    speculation_acceptance: Annotated[
-        Literal["coupling", "rejection"],
-        "coupling: the same text as without speculation; rejection: the same distribution",
-    ] = "coupling"
 
     @property
     def is_off(self) -> bool:

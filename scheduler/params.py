@@ -63,7 +63,7 @@ class SamplingParams:
     constraint: Constraint | None = None
     num_speculative_tokens: int | None = None
     """Most tokens guessed ahead for this request, 0 for none; None: as many as the engine wants.
-    With coupling the text is the same for every value."""
+    The text is the same for every value."""
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "at least 0")

@@ -129,10 +129,7 @@ class _Runners:
             dtype=checkpoint.dtype,
         )
         self.num_blocks = self.cache.rows_LPBC.shape[1]
-        self._sampler = new_sampler(
-            checkpoint.kernels,
-            by_rejection=config.speculation.speculation_acceptance == "rejection",
-        )
+        self._sampler = new_sampler(checkpoint.kernels)
         self._batches = BatchBuilder(
             max_tokens=limits.max_num_batched_tokens,
             max_rows=limits.max_num_seqs,
@@ -261,9 +258,8 @@ def _describe(
 
 
 def _describe_speculation(speculation: SpeculationConfig, makers: tuple[str, ...]) -> str:
-    """Return for people what drafts how many tokens: "mtp, adaptive up to 4, coupling"."""
+    """Return for people what drafts how many tokens: "mtp, adaptive up to 4"."""
     if not makers:
         return "off"
     kind = "fixed at" if speculation.is_fixed else "adaptive up to"
-    acceptance = speculation.speculation_acceptance
-    return f"{' + '.join(makers)}, {kind} {speculation.max_depth}, {acceptance}"
+    return f"{' + '.join(makers)}, {kind} {speculation.max_depth}"

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from whalepod.models.batch import ForwardBatch
 from whalepod.models.cache import LatentCache
-from whalepod.mtp.verify import count_accepted
 from whalepod.scheduler.plan import Plan, Row, RowResult, StepResult, TokenLogprob
 from whalepod.server.engine.batching import BatchBuilder
-from whalepod.server.engine.sampler import Sampler, SampleRequest, SamplerOutput, logprobs
-from whalepod.server.engine.sampling_state import SamplingState
+from whalepod.server.engine.logprobs import logprobs
+from whalepod.server.engine.sampler import Sampler, SamplerOutput
+from whalepod.server.engine.sampling_state import SampleRequest, SamplingState
 from whalepod.server.engine.speculation import JudgedRow, Speculator
 
 PROMPT_LOGPROB_ROWS = 64
@@ -178,7 +178,7 @@ class Runner:
             if span.row.sample:
                 stop = span.begin + len(span.row.token_ids)
                 hidden_rows += range(stop - 1 - len(span.drafts), stop)
-                self._want(span, wanted)
+                _want(span, wanted)
         if not wanted:
             return
         every_row = len(hidden_rows) == hidden_TH.shape[0]
@@ -187,22 +187,6 @@ class Runner:
         for span in spans:
             if span.row.sample:
                 _judge(span, samples)
-
-    def _want(self, span: _Rows, wanted: list[SampleRequest]) -> None:
-        """Ask for a token after each number of drafts, as if they were right: if one is not,
-        what comes after it is not looked at."""
-        state, drafts = span.state, span.drafts
-        position = span.row.start + len(span.row.token_ids) - len(drafts)
-        for index in range(len(drafts)):
-            if self.sampler.by_rejection:
-                log_q_V = self._speculator.log_q(span.row, index) if self._speculator else None
-                judged = SampleRequest(
-                    state, position + index, drafts[:index], drafts[index], log_q_V
-                )
-                wanted.append(judged)
-            else:
-                wanted.append(SampleRequest(state, position + index, drafts[:index]))
-        wanted.append(SampleRequest(state, position + len(drafts), drafts))
 
     def _result(self, span: _Rows, hidden_TH: Tensor) -> RowResult:
         sequence_id = span.row.sequence_id
@@ -240,6 +224,15 @@ def _add_drafts(
             spans[i].state.observe(ends[i].position - len(accepted), accepted)
 
 
+def _want(span: _Rows, wanted: list[SampleRequest]) -> None:
+    """Ask for a token after each number of drafts, as if they were right: if one is not,
+    what comes after it is not looked at."""
+    state, drafts = span.state, span.drafts
+    position = span.row.start + len(span.row.token_ids) - len(drafts)
+    for index in range(len(drafts) + 1):
+        wanted.append(SampleRequest(state, position + index, drafts[:index]))
+
+
 def _judge(span: _Rows, samples: SamplerOutput) -> None:
     """Keep the choices up to the first that is not the draft; it is the row's last token."""
     first = span.first_choice
@@ -252,3 +245,16 @@ def _judge(span: _Rows, samples: SamplerOutput) -> None:
         span.logprobs = tuple([x for x in samples.logprobs[first:stop] if x is not None])
     if True in samples.is_fault[first:stop]:
         span.error = "the model's logits are not finite"
+
+
+def count_accepted(drafts: SequenceOf[int], choices: SequenceOf[int]) -> int:
+    """Count the drafts that stand: those before the first that was not chosen.
+
+    `choices[i]` was chosen at the position of `drafts[i]`, given all drafts before it. The step
+    yields `choices[: count + 1]`: what was chosen instead of the first wrong draft, or after the
+    last right one, is a token of the answer too.
+    """
+    for count, draft in enumerate(drafts):
+        if choices[count] != draft:
+            return count
+    return len(drafts)

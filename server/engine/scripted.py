@@ -23,7 +23,8 @@ from torch import Tensor
 from whalepod.kernels.interface import Kernels
 from whalepod.scheduler.plan import SequenceOutput, StepResult
 from whalepod.server.engine.core import EngineCore
-from whalepod.server.engine.sampler import Sampler, SampleRequest, SamplerOutput
+from whalepod.server.engine.sampler import Sampler, SamplerOutput
+from whalepod.server.engine.sampling_state import SampleRequest
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import (
     Abort,
@@ -73,8 +74,8 @@ class Script:
 class ScriptedSampler(Sampler):
     """Samples scripted sequences from logits that follow their script."""
 
-    def __init__(self, find: FindScript, kernels: Kernels, *, by_rejection: bool = False) -> None:
-        super().__init__(kernels, by_rejection=by_rejection)
+    def __init__(self, find: FindScript, kernels: Kernels) -> None:
+        super().__init__(kernels)
         self._find = find
 
     def sample(self, logits_BV: Tensor, wanted: Sequence[SampleRequest]) -> SamplerOutput:

@@ -20,8 +20,8 @@ from whalepod.mtp.stats import (
     count_by_position,
 )
 from whalepod.scheduler.plan import BlockCopy, Plan, Row, StepResult
-from whalepod.server.engine.sampler import Sampler, SampleRequest
-from whalepod.server.engine.sampling_state import SamplingState
+from whalepod.server.engine.sampler import Sampler
+from whalepod.server.engine.sampling_state import SampleRequest, SamplingState
 
 Maker: TypeAlias = Literal["mtp", "lookup"]
 
@@ -70,24 +70,21 @@ class _Speculation:
     """What is kept of one sequence between steps.
 
     made_by    what made the drafts that the next step judges
-    log_qs     what they were drawn from, with acceptance by rejection
     looked_up  what lookup would guess; compared with the text whether it is used or not
     draw       how its tokens are chosen from position `drawn_from` on, if that is all; else None
     """
 
-    __slots__ = ("by_lookup", "by_mtp", "draw", "drawn_from", "log_qs", "looked_up", "lookup",
-                 "made_by")  # fmt: skip
+    __slots__ = ("by_lookup", "by_mtp", "draw", "drawn_from", "looked_up", "lookup", "made_by")
 
-    def __init__(self, state: SamplingState, *, by_rejection: bool) -> None:
+    def __init__(self, state: SamplingState) -> None:
         self.made_by: Maker | None = None
-        self.log_qs: list[Tensor | None] = []
         self.lookup: TextLookup | None = None
         self.looked_up: tuple[int, ...] = ()
         self.by_lookup = AcceptanceAverage(
             MAX_DRAFT_TOKENS, first_guess=LOOKUP_FIRST_GUESS, memory=REQUEST_MEMORY
         )
         self.by_mtp = AcceptanceAverage(MAX_DRAFT_TOKENS, memory=REQUEST_MEMORY)
-        self.draw = _draw_of(state, by_rejection=by_rejection)
+        self.draw = _draw_of(state)
         self.drawn_from = state.num_prompt_tokens + state.params.min_tokens
 
     def learn(self, end: JudgedRow) -> None:
@@ -111,14 +108,14 @@ class _Speculation:
         )
 
 
-def _draw_of(state: SamplingState, *, by_rejection: bool) -> Draw | None:
+def _draw_of(state: SamplingState) -> Draw | None:
     """Return how the tokens of a sequence are chosen, if nothing but a temperature shapes them."""
     params = state.params
     if state.has_penalties or len(state.bias_ids) or state.grammar is not None:
         return None
     if state.is_greedy:
         return GREEDY
-    if by_rejection or params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+    if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
         return None
     return Draw(temperature=params.temperature, seed=state.seed)
 
@@ -164,11 +161,6 @@ class Speculator:
         if self._drafter is not None:
             self._drafter.note_forward(rows, batch, hidden_TH)
 
-    def log_q(self, row: Row, index: int) -> Tensor | None:
-        """Return what a row's draft was drawn from, if it was not certain."""
-        log_qs = self._kept[row.sequence_id].log_qs
-        return log_qs[index] if log_qs else None
-
     def join(self, num_passes: int) -> None:
         """Take part in other ranks' passes of the draft layers, without tokens of this one."""
         if self._drafter is not None:
@@ -186,22 +178,21 @@ class Speculator:
         if self._with_lookup:
             looked_up = list(map(self._look_up, ends, kept))
         makers = list(map(self._choose_maker, ends, kept, looked_up))
-        log_qs: list[list[Tensor | None]] = [[] for _ in ends]
         guesses: list[Sequence[int]] = [()] * len(ends)
         if self._drafter is not None:
             known = list(map(_draft_input, ends, kept, makers))
-            guesses[:] = self._drafter.draft(known, self._choose(ends, log_qs), num_passes)
+            guesses[:] = self._drafter.draft(known, self._choose(ends), num_passes)
             self._drafter.keep(known)
         for i, end in enumerate(ends):
             if makers[i] == "lookup":
                 guesses[i] = looked_up[i][: end.row.num_drafts_wanted]
-            self._keep(end, kept[i], makers[i], log_qs[i], looked_up[i])
+            self._keep(end, kept[i], makers[i], looked_up[i])
         return guesses
 
     def _kept_of(self, end: JudgedRow) -> _Speculation:
         kept = self._kept.get(end.row.sequence_id)
         if kept is None:
-            kept = _Speculation(end.state, by_rejection=self._sampler.by_rejection)
+            kept = _Speculation(end.state)
             self._kept[end.row.sequence_id] = kept
         return kept
 
@@ -227,17 +218,14 @@ class Speculator:
             return "lookup"
         return "mtp"
 
-    def _choose(self, ends: Sequence[JudgedRow], log_qs: list[list[Tensor | None]]) -> Choose:
-        """Return what chooses drafts by their logits and notes what they were drawn from."""
+    def _choose(self, ends: Sequence[JudgedRow]) -> Choose:
+        """Return what chooses drafts by their logits."""
 
         def choose(
             logits_BV: Tensor, active: Sequence[int], drafts: Sequence[Sequence[int]]
         ) -> list[int]:
             wanted = [_wanted(ends[i], so_far) for i, so_far in zip(active, drafts, strict=True)]
-            token_ids, drawn_from = self._sampler.draft(logits_BV, wanted)
-            for i, log_q_V in zip(active, drawn_from, strict=True):
-                log_qs[i].append(log_q_V)
-            return token_ids
+            return self._sampler.draft(logits_BV, wanted)
 
         return choose
 
@@ -246,12 +234,10 @@ class Speculator:
         end: JudgedRow,
         kept: _Speculation,
         maker: Maker | None,
-        log_qs: list[Tensor | None],
         looked_up: tuple[int, ...],
     ) -> None:
         kept.learn(end)
         kept.made_by, kept.looked_up = maker, looked_up
-        kept.log_qs = log_qs if self._sampler.by_rejection else []
         # a text of which it did not see every token (a warm-up's) is of no use to it
         lookup = kept.lookup
         if lookup is not None and len(lookup) == end.position - end.num_accepted:

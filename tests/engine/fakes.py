@@ -233,7 +233,6 @@ def make_core(
     has_mtp: bool = True,
     with_lookup: bool = False,
     depth: Depth | None = None,
-    by_rejection: bool = False,
     journal: BinaryIO | None = None,
     **scheduler_options: Any,
 ) -> EngineCore:
@@ -251,7 +250,7 @@ def make_core(
     cache = poisoned_cache(num_blocks)
     find: FindScript = lambda prompt: Script(steps, encode_letters, EOS)  # noqa: E731
     new_sampler = partial(ScriptedSampler, find) if steps else Sampler
-    sampler = new_sampler(NoiseKernels(), by_rejection=by_rejection)  # type: ignore[arg-type]
+    sampler = new_sampler(NoiseKernels())  # type: ignore[arg-type]
     batches = BatchBuilder(
         max_tokens=max_num_batched_tokens, max_rows=max_num_seqs, max_model_len=max_model_len
     )

@@ -15,8 +15,14 @@ from tests.engine import plain_sampler
 from tests.engine.fakes import NoiseKernels
 from tests.engine.noise import gumbel
 from whalepod.scheduler.params import SamplingParams
-from whalepod.server.engine.sampler import Sampler, SampleRequest, logprobs, restrict
-from whalepod.server.engine.sampling_state import SamplingState, as_int64, seed_of_branch
+from whalepod.server.engine.logprobs import logprobs
+from whalepod.server.engine.sampler import Sampler, restrict
+from whalepod.server.engine.sampling_state import (
+    SampleRequest,
+    SamplingState,
+    as_int64,
+    seed_of_branch,
+)
 
 VOCAB = 40
 STOPS = {3, 5}

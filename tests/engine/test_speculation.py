@@ -331,30 +331,6 @@ def test_a_request_that_does_not_repeat_itself_asks_the_layer() -> None:
     assert mtp.num_passes > 0.8 * core.stats.num_steps
 
 
-# -- acceptance by rejection --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("with_lookup", [False, True])
-def test_greedy_text_is_the_same_under_rejection(with_lookup: bool) -> None:
-    core = make_core(depth=FixedDepth(3), by_rejection=True, with_lookup=with_lookup)
-    submit(core, "a", text(70), GREEDY)
-
-    assert_is_own(run_to_end(core)["a", 0], text(70), GREEDY)
-    assert core.stats.num_accepted_tokens > 5
-
-
-@pytest.mark.parametrize("params", [SAMPLED, PENALISED, NARROW, REPELLED])
-def test_a_seed_repeats_its_text_under_rejection(params: SamplingParams) -> None:
-    texts = []
-    for _ in range(2):
-        core = make_core(depth=FixedDepth(3), by_rejection=True, with_lookup=True)
-        submit(core, "a", text(70), params)
-        texts.append(run_to_end(core)["a", 0].token_ids)
-        assert core.stats.num_drafts > 0
-
-    assert texts[0] == texts[1]
-
-
 # -- random histories ---------------------------------------------------------------------------
 
 

@@ -86,7 +86,6 @@ class Settings:
     max_num_seqs: int = 8
     chunk: int = 64
     max_model_len: int = 400
-    by_rejection: bool = False
     has_module: bool = True
     with_lookup: bool = False
     grammars: GrammarStore | None = None
@@ -113,7 +112,7 @@ def make_engine(settings: Settings) -> EngineCore:
         max_rows=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
     )
-    sampler = Sampler(CpuKernels(is_invariant=True), by_rejection=settings.by_rejection)
+    sampler = Sampler(CpuKernels(is_invariant=True))
     hidden_size = models.model.config.hidden_size
     drafter = None
     if settings.has_module:

@@ -1,5 +1,4 @@
-"""First tokens of many answers of a running engine: their distribution is the model's, with drafts
-and either rule of acceptance."""
+"""The first tokens of many answers of a running engine have the model's distribution."""
 
 from __future__ import annotations
 
@@ -10,13 +9,11 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.mtp.speculating import Settings, make_engine, make_models
-from tests.mtp.test_verify import resample_from_p
 from whalepod.mtp.depth import FixedDepth
 from whalepod.scheduler.params import SamplingParams
-from whalepod.server.engine import runner, sampler
+from whalepod.server.engine import runner
 from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.local import Engine
 from whalepod.server.messages import Submit
@@ -37,7 +34,7 @@ class Subject:
 
     prompt: Text
     params: SamplingParams
-    make_core: Callable[[bool], EngineCore]
+    make_core: Callable[[], EngineCore]
     next_shares: Callable[[Text], Mapping[int, float]]
 
     def expected(self) -> Shares:
@@ -55,10 +52,10 @@ class Subject:
 def small_model() -> Subject:
     """The random model whose drafts are often right; transformers says what is expected."""
 
-    def make_core(by_rejection: bool) -> EngineCore:
+    def make_core() -> EngineCore:
         return make_engine(
             Settings(
-                depth=FixedDepth(3), by_rejection=by_rejection, max_num_seqs=BATCH_SIZE,
+                depth=FixedDepth(3), max_num_seqs=BATCH_SIZE,
                 num_blocks=80, chunk=512, max_model_len=64,
             )
         )  # fmt: skip
@@ -86,13 +83,12 @@ def v3_nano() -> Subject:
     }  # fmt: skip
     plain = Engine("v3-nano", **options, speculation="off")
 
-    def make_core(by_rejection: bool) -> EngineCore:
+    def make_core() -> EngineCore:
         return Engine(
             "v3-nano",
             **options,
             num_speculative_tokens=3,
             speculation_method="mtp",
-            speculation_acceptance="rejection" if by_rejection else "coupling",
         )._core
 
     def logprob(text: Text, token_id: int) -> float:
@@ -114,9 +110,9 @@ def v3_nano() -> Subject:
     return Subject((7, 23, 11, 64, 40), params, make_core, next_shares)
 
 
-def answers(subject: Subject, *, by_rejection: bool, num_answers: int) -> Counter[Text]:
+def answers(subject: Subject, *, num_answers: int) -> Counter[Text]:
     """Count the first tokens of many seeds; more are asked for, so that drafts can bring all."""
-    core = subject.make_core(by_rejection)
+    core = subject.make_core()
     kept: dict[str, list[int]] = {}
     for seed in range(num_answers):
         submit = Submit(
@@ -149,7 +145,6 @@ def probability(found: Mapping[Text, int], expected: Shares) -> float:
     return float(torch.special.gammaincc(half_freedom, torch.tensor(value / 2).double()))
 
 
-@pytest.mark.parametrize("by_rejection", [False, True])
 @pytest.mark.parametrize(
     ("make_subject", "num_answers"),
     [
@@ -160,10 +155,10 @@ def probability(found: Mapping[Text, int], expected: Shares) -> float:
     ],
 )
 def test_answers_are_distributed_as_the_models(
-    make_subject: Callable[[], Subject], num_answers: int, by_rejection: bool
+    make_subject: Callable[[], Subject], num_answers: int
 ) -> None:
     subject = make_subject()
-    found = answers(subject, by_rejection=by_rejection, num_answers=num_answers)
+    found = answers(subject, num_answers=num_answers)
 
     p = probability(found, subject.expected())
     print(f"{num_answers} answers: p = {p:.4f}")
@@ -182,27 +177,12 @@ def accept_one_too_many(drafts: Text, choices: Text) -> int:
     return min(num_right + 1, len(drafts))
 
 
-@pytest.mark.parametrize("by_rejection", [False, True])
 @pytest.mark.parametrize("broken", [accept_all, accept_one_too_many])
 def test_a_wrong_number_of_accepted_drafts_is_found(
-    broken: Callable[[Text, Text], int], by_rejection: bool, monkeypatch: pytest.MonkeyPatch
+    broken: Callable[[Text, Text], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "count_accepted", broken)
     # the scheduler compares what is yielded with the drafts, and refuses it
     subject = small_model()
     with pytest.raises(ValueError, match="accepted"):
-        answers(subject, by_rejection=by_rejection, num_answers=BATCH_SIZE)
-
-
-def always_the_draft(drafts_B: Tensor, *_: Tensor) -> Tensor:
-    return drafts_B
-
-
-@pytest.mark.parametrize("broken", [always_the_draft, resample_from_p])
-def test_a_broken_rule_of_rejection_is_found(
-    broken: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    subject = small_model()
-    monkeypatch.setattr(sampler, "choose_by_rejection", broken)
-    found = answers(subject, by_rejection=True, num_answers=2_000)
-    assert probability(found, subject.expected()) < LEAST_P
+        answers(subject, num_answers=BATCH_SIZE)
