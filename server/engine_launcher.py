@@ -8,16 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from whalepod.server.channel import EngineChannel
 from whalepod.server.codec import encode_value
 from whalepod.server.config import EngineConfig
-from whalepod.server.engine_socket import EngineSocket
+from whalepod.server.engine_socket import EngineSocket, wait_until_ready
 from whalepod.server.messages import EngineInfo
 
 ENGINE_MODULE = "whalepod.server.engine_process"
@@ -51,25 +51,20 @@ class EngineProcess:
         with ExitStack() as stack:
             folder = tempfile.mkdtemp(prefix="whalepod-")  # 0700
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            self._socket = EngineSocket("the engine")
+            self._socket = EngineSocket("the engine", f"ipc://{folder}/engine", self.exit_reason)
             stack.callback(self._socket.close)
             self._process = spawn(
                 self._module,
-                self._socket.bind(f"ipc://{folder}/engine"),
+                self._socket.address,
                 encode_value(self._config),
                 num_threads=self._config.device.num_threads,
             )
-            stack.callback(end, self._process, self._stop_grace_s)
-            self._socket.wait_for_info(self._start_timeout_s, self.exit_reason)
+            stack.callback(end_all, [self._process], self._stop_grace_s)
+            wait_until_ready([self._socket], self._start_timeout_s)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     is_told_to_stop = False
@@ -86,7 +81,7 @@ class EngineProcess:
 
     def channel(self) -> EngineChannel:
         """Return the gateway's end of the wire, to be entered once."""
-        return self._socket.channel(self.exit_reason)
+        return self._socket.channel()
 
     def exit_reason(self) -> str | None:
         """Return how the process ended; None while it lives."""
@@ -124,16 +119,17 @@ def spawn(
     return process
 
 
-def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End a process: SIGTERM, after a grace SIGKILL."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def end_all(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
+    """End processes: SIGTERM, after one grace for all of them SIGKILL."""
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        process.terminate()  # nothing happens if it has ended
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def describe_exit(code: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -19,41 +19,41 @@ POLL_MS = 100
 class EngineSocket:
     """Bound before the engine starts; it says what it can do, or why it cannot, and then serves.
 
-    name  the engine's, in messages for people
+    name         the engine's, in messages for people
+    exit_reason  returns how the engine has ended; None while it lives
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(
+        self, name: str, address: str, exit_reason: Callable[[], str | None], prefix: str = ""
+    ) -> None:
+        """Listen at `address`; raises StartupError. prefix: of what the engine says."""
+        self.name = name
+        self._prefix = prefix
+        self.exit_reason = exit_reason
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context)
         self._monitor: zmq.Socket[bytes] | None = None
-        self._is_cut = False
+        self._cut_at: float | None = None
         self._info: EngineInfo | None = None
-
-    def bind(self, address: str) -> str:
-        """Listen; returns the address with the port that was found if it names none.
-
-        Raises StartupError.
-        """
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            raise StartupError(f"{self._name} cannot be reached at {address}: {error}") from error
+            self.close()
+            raise StartupError(f"{name} cannot be reached at {address}: {error}") from error
+
+    @property
+    def address(self) -> str:
+        """Return where the engine is to connect, with the port that was found."""
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, str), endpoint
         return endpoint
 
-    def watch_connection(self) -> None:
-        """Notice from now on when the connection ends (`is_cut`)."""
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-
-    @property
-    def is_cut(self) -> bool:
-        """Return whether the connection has ended since it is watched."""
-        if self._monitor is not None and not self._is_cut and self._monitor.poll(0):
+    def cut_for_s(self) -> float:
+        """Return since when an engine on another machine has no connection; 0: it has one."""
+        if self._monitor is not None and self._cut_at is None and self._monitor.poll(0):
             recv_monitor_message(self._monitor)
-            self._is_cut = True
-        return self._is_cut
+            self._cut_at = time.monotonic()
+        return 0.0 if self._cut_at is None else time.monotonic() - self._cut_at
 
     @property
     def info(self) -> EngineInfo:
@@ -61,38 +61,26 @@ class EngineSocket:
         assert self._info is not None, "the engine was not started"
         return self._info
 
-    def wait_for_info(
-        self,
-        timeout_s: float,
-        why_ended: Callable[[], str | None],
-        why_stop: Callable[[], str | None] = lambda: None,
-    ) -> EngineInfo:
-        """Return what the engine says when it can serve. Raises StartupError.
-
-        why_ended  says how the engine has ended; None while it lives
-        why_stop   says why it is of no use to wait any longer; None: it is
-        """
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            reason = why_ended()
-            if (info := self.take_info(POLL_MS)) is not None:  # even after the end: why it ended
-                return info
-            if reason is not None:
-                raise StartupError(f"{reason} before it was ready")
-            if (reason := why_stop()) is not None:
-                raise StartupError(reason)
-        raise StartupError(f"{self._name} was not ready after {timeout_s:.0f} s")
-
-    def take_info(self, timeout_ms: int) -> EngineInfo | None:
-        """Return what the engine says when it can serve; None: not yet. Raises StartupError."""
+    def take_info(self, timeout_ms: int) -> bool:
+        """Return whether the engine can serve; raises StartupError with what it says if not."""
         if not self._socket.poll(timeout_ms):
-            return None
-        self._info = self._first_message()
-        return self._info
+            return False
+        try:
+            message = decode(self._socket.recv())
+        except MessageError as error:
+            raise StartupError(f"{self.name} sent what cannot be read: {error}") from error
+        if isinstance(message, EngineFailed):
+            raise StartupError(f"{self._prefix}{message.message}")
+        if not isinstance(message, EngineInfo):
+            raise StartupError(f"{self.name} began with a {type(message).__name__}")
+        self._info = message
+        if self.address.startswith("tcp:"):
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        return True
 
-    def channel(self, exit_reason: Callable[[], str | None]) -> EngineChannel:
+    def channel(self) -> EngineChannel:
         """Return the gateway's end, to be entered once."""
-        return EngineChannel(self._socket, self.info, exit_reason)
+        return EngineChannel(self._socket, self.info, self.exit_reason)
 
     def close(self) -> None:
         if self._monitor is not None:
@@ -102,13 +90,26 @@ class EngineSocket:
         self._socket.close(linger=0)
         self._context.term()
 
-    def _first_message(self) -> EngineInfo:
-        try:
-            message = decode(self._socket.recv())
-        except MessageError as error:
-            raise StartupError(f"{self._name} sent what cannot be read: {error}") from error
-        if isinstance(message, EngineInfo):
-            return message
-        if isinstance(message, EngineFailed):
-            raise StartupError(message.message)
-        raise StartupError(f"{self._name} began with a {type(message).__name__}")
+
+def wait_until_ready(
+    sockets: Sequence[EngineSocket],
+    timeout_s: float,
+    why_stop: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Hear from all engines, in the order in which they come. Raises StartupError.
+
+    why_stop  returns why it is of no use to wait any longer; None: it is
+    """
+    deadline, pending = time.monotonic() + timeout_s, list(sockets)
+    while pending:
+        # asked before the last look: what has ended may have told why
+        reason = why_stop() or next(
+            (f"{reason} before it was ready" for one in sockets if (reason := one.exit_reason())),
+            None,
+        )
+        pending = [one for one in pending if not one.take_info(max(POLL_MS // len(pending), 1))]
+        if reason is not None:
+            raise StartupError(reason)
+        if time.monotonic() > deadline:
+            names = ", ".join(one.name for one in pending)
+            raise StartupError(f"{names} not ready after {timeout_s:.0f} s")

@@ -64,7 +64,7 @@ def work(engine: EngineConfig, plan: NodePlan) -> int:
 
     Raises StartupError and GroupLost, one sentence.
     """
-    from whalepod.server.cluster.run_worker import run_worker
+    from whalepod.server.cluster.join_group import run_worker
 
     _begin()
     stop = threading.Event()

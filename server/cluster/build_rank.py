@@ -23,7 +23,7 @@ from whalepod.server.cluster.lockstep_engine import LockstepEngine
 from whalepod.server.cluster.membership_store import FolderStore, MembershipStore, StaticMembership
 from whalepod.server.cluster.open_transport import open_transport
 from whalepod.server.cluster.progress_board import ProgressBoard, StepProgress
-from whalepod.server.cluster.rank_assignment import EventFds, RankAssignment, RankConfig
+from whalepod.server.cluster.rank_assignment import RankAssignment
 from whalepod.server.cluster.rank_record import record_bytes
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
@@ -31,14 +31,11 @@ from whalepod.server.errors import StartupError
 RESERVED_OUTPUT_TOKENS = 256
 """What admission keeps room for on each rank of a group, unless told otherwise: a rank that has to
 preempt delays all of them."""
-_ROW_DTYPES: dict[torch.dtype, RowDtype] = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-}
+_ROW_DTYPES: dict[torch.dtype, RowDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def build_rank(
-    config: RankConfig,
+    assignment: RankAssignment,
     should_stop: Callable[[], bool],
     wrap_note: Callable[[OnProgress], OnProgress] = lambda note: note,
 ) -> LockstepEngine:
@@ -48,41 +45,31 @@ def build_rank(
 
     Raises StartupError.
     """
-    assignment, engine_config = config.assignment, _settle(config)
-    events = EventFds(assignment.event_fds, assignment.event_index)
+    config, events = settle(assignment), assignment.events
     board = ProgressBoard(Path(assignment.folder), assignment.num_ranks)
     progress = StepProgress(board, assignment.rank)
-    note = wrap_note(progress.note)
     health = HealthMonitor(_open_memberships(assignment), should_stop)
     with startup_errors():
-        checkpoint = read_checkpoint(engine_config)
-        traffic = plan_traffic(checkpoint, assignment)
-        heap = SymmetricHeap(traffic, record_bytes(assignment.num_ranks))
-        dispatcher = _connect(checkpoint, assignment, heap, health, events, note)
+        checkpoint = read_checkpoint(config)
+        exchanged = plan_exchange(checkpoint, assignment)
+        heap = SymmetricHeap(exchanged, record_bytes(assignment.num_ranks))
+        dispatcher = _connect(checkpoint, assignment, heap, health, wrap_note(progress.note))
         core = build_core(checkpoint, dispatcher)
-    core.reseed(f"{engine_config.source.seed}/{assignment.rank}")
+    core.reseed(f"{config.source.seed}/{assignment.rank}")
     core.info = replace(core.info, transport=assignment.transport)
-    max_depth = _max_depth(engine_config) if core.runner.makes_drafts else 0
-    member = GroupMember(
-        heap,
-        dispatcher,
-        Lockstep(
-            max_low_latency_tokens=traffic.decode_tokens,
-            new_depth=partial(new_depth, engine_config.speculation) if max_depth else None,
-        ),
-        health,
-        describe(
-            traffic=traffic,
-            heap=heap.layout.digest(),
-            source=engine_config.source,
-            speculation=engine_config.speculation,
-            batch_invariant=engine_config.device.batch_invariant,
-            kernels=core.info.kernels,
-            num_drafts=max_depth,
-        ),
-        timeout_ms=1e3 * engine_config.parallel.dispatch_timeout_s,
-        wake_others=events.set_others,
-        note=note,
+    max_depth = _max_depth(config) if core.runner.makes_drafts else 0
+    described = describe(
+        group=exchanged,
+        heap=heap.layout.digest(),
+        source=config.source,
+        speculation=config.speculation,
+        batch_invariant=config.device.batch_invariant,
+        kernels=core.info.kernels,
+        num_drafts=max_depth,
+    )
+    lockstep = Lockstep(
+        max_low_latency_tokens=exchanged.decode_tokens,
+        new_depth=partial(new_depth, config.speculation) if max_depth else None,
     )
 
     def begin_turn() -> None:
@@ -91,15 +78,15 @@ def build_rank(
 
     return LockstepEngine(
         core,
-        member,
+        GroupMember(heap, dispatcher, lockstep, health, described, wake_others=events.set_others),
         dispatcher,
         max_num_drafts=max_depth,
-        return_timeout_s=engine_config.parallel.rank_return_timeout_s,
+        return_timeout_s=config.parallel.rank_return_timeout_s,
         begin_turn=begin_turn,
     )
 
 
-def plan_traffic(checkpoint: Checkpoint, assignment: RankAssignment) -> GroupConfig:
+def plan_exchange(checkpoint: Checkpoint, assignment: RankAssignment) -> GroupConfig:
     """Return what the ranks exchange for this model. Raises StartupError if it cannot be spread."""
     config, num_ranks, gate = checkpoint.engine_config, assignment.num_ranks, checkpoint.config.gate
     if gate is None:
@@ -116,7 +103,7 @@ def plan_traffic(checkpoint: Checkpoint, assignment: RankAssignment) -> GroupCon
     decode_tokens = limits.max_num_seqs * (1 + _max_depth(config))
     return GroupConfig(
         num_ranks=num_ranks,
-        ranks_per_node=assignment.ranks_per_node,
+        ranks_per_node=assignment.plan.ranks_per_node,
         num_experts=gate.num_experts,
         top_k=gate.num_experts_per_token,
         hidden=checkpoint.config.hidden_size,
@@ -132,7 +119,6 @@ def _connect(
     assignment: RankAssignment,
     heap: SymmetricHeap,
     health: HealthMonitor,
-    events: EventFds,
     note: OnProgress,
 ) -> Dispatcher:
     """Return the placement of the experts over all ranks, connected to them where they must be."""
@@ -142,7 +128,7 @@ def _connect(
         assignment,
         heap.layout.num_bytes,
         patience_ms=timeout_ms / 2,
-        on_arrival=events.set_own,
+        on_arrival=assignment.events.set_own,
     )
     group = Group(transport, is_gone=health)
     return Dispatcher(
@@ -164,10 +150,9 @@ def _max_depth(config: EngineConfig) -> int:
     return 0 if config.speculation.is_off else config.speculation.max_depth
 
 
-def _settle(config: RankConfig) -> EngineConfig:
+def settle(assignment: RankAssignment) -> EngineConfig:
     """Return the engine's configuration with what is different on each rank."""
-    engine, assignment = config.engine, config.assignment
-    limits = engine.scheduler
+    engine, limits = assignment.engine, assignment.engine.scheduler
     if not limits.reserve_output_tokens:
         limits = replace(limits, reserve_output_tokens=RESERVED_OUTPUT_TOKENS)
     life = f".{assignment.life}" if assignment.life else ""

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from whalepod.ep_comm.all_gather import AllGather
-from whalepod.ep_comm.dispatcher import Dispatcher, OnProgress, ignore_progress
+from whalepod.ep_comm.dispatcher import Dispatcher
 from whalepod.ep_comm.group import CallFailed, CallStatus, Group
-from whalepod.ep_comm.handshake import HandshakeError, shake_hands
+from whalepod.ep_comm.handshake import shake_hands
 from whalepod.ep_comm.symmetric_heap import SymmetricHeap
-from whalepod.server.cluster.lockstep import Decision, Lockstep, Mismatch, Remove, Step
+from whalepod.server.cluster.lockstep import Decision, Lockstep, Remove, Step
 from whalepod.server.cluster.membership_store import Membership, MembershipStore
 from whalepod.server.cluster.rank_record import RankRecord, from_tensor, to_tensor
 from whalepod.server.errors import GroupLost
@@ -27,10 +27,6 @@ _EXCHANGE_BITS = 31
 """Exchanges of one epoch that can be numbered: months at a hundred steps a second."""
 
 logger = logging.getLogger(__name__)
-
-
-class RemovedFromGroup(GroupLost):
-    """The others went on without this rank: it ends, and may come back as a new one."""
 
 
 @dataclass(slots=True)
@@ -53,7 +49,6 @@ class GroupMember:
 
     described    what all ranks must agree on (see `handshake.describe`)
     wake_others  wakes the ranks that sleep
-    note         hears when this rank waits for the others' records
     """
 
     def __init__(
@@ -64,13 +59,10 @@ class GroupMember:
         health: HealthMonitor,
         described: Mapping[str, str],
         *,
-        timeout_ms: float,
         wake_others: Callable[[], None] = lambda: None,
-        note: OnProgress = ignore_progress,
     ) -> None:
-        self._note = note
         # a view of the group for the records, apart from the dispatcher's: a rank that is late in a
-        # layer may only be slow, one that is late here is taken out
+        # layer may only be slow, one that is late here is removed
         control = Group(dispatcher.group.transport, is_gone=health)
         self.rank = control.rank
         self.membership = Membership(0)
@@ -83,10 +75,9 @@ class GroupMember:
         self._described = described
         text = repr(sorted(described.items())).encode()
         self._version = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-        self._timeout_ms = timeout_ms
-        self._gather_ms = GATHER_PATIENCE * timeout_ms
+        self._timeout_ms = dispatcher.timeouts.dispatch_ms
         self._wake_others = wake_others
-        self._accused: set[int] = set()
+        self._late: set[int] = set()
 
     @property
     def is_current(self) -> bool:
@@ -99,9 +90,8 @@ class GroupMember:
         return sorted(set(range(self._control.num_ranks)) - self.membership.members)
 
     @property
-    def is_complete(self) -> bool:
-        """Return whether all ranks are members."""
-        return self.membership.epoch > 0 and not self.missing
+    def _gather_ms(self) -> float:
+        return GATHER_PATIENCE * self._dispatcher.timeouts.dispatch_ms
 
     def join(self) -> None:
         """Become a member, ready to step. The others hear of it at once."""
@@ -111,18 +101,18 @@ class GroupMember:
     def adopt(self) -> None:
         """Go by the newest membership from here on.
 
-        Raises RemovedFromGroup if this rank is not in it, and HandshakeError if all ranks are in it
-        but were started differently.
+        Raises GroupLost if this rank is not in it: it ends, and may come back as a new one; and
+        HandshakeError if all ranks are in it but were started differently.
         """
         newest = self._health.store.newest()
         if self.rank not in newest.members:
-            raise RemovedFromGroup(
+            raise GroupLost(
                 f"rank {self.rank} is no member of epoch {newest.epoch}: "
                 f"{sorted(newest.members)} went on without it"
             )
         self.membership = newest
         self._health.epoch = newest.epoch
-        self._accused.clear()
+        self._late.clear()
         for group in (self._control, self._dispatcher.group):
             group.mask(self.missing)
         self._exchange.resume((newest.epoch << _EXCHANGE_BITS) + 1)
@@ -141,7 +131,7 @@ class GroupMember:
                 number=self.membership.epoch,
             )
         except CallFailed as error:
-            self._accuse(error.status)
+            self._note_late(error.status)
 
     def has_begun(self) -> bool:
         """Return whether another rank waits for this one's record."""
@@ -154,28 +144,25 @@ class GroupMember:
         """
         record = replace(
             record,
-            epoch=self.membership.epoch,
             version=self._version,
             calls=self._dispatcher.num_calls,
-            accused=frozenset(self._accused),
+            late=frozenset(self._late),
         )
         self._exchange.post(to_tensor(record, self._control.num_ranks))
         if is_asleep:
             self._wake_others()
-        self._note("the step", "gather of records")
+        self._dispatcher.on_progress("the step", "gather of records")
         deadline_ms = self._control.deadline(self._gather_ms)
         found, status = self._exchange.collect(torch.int64, deadline_ms)
-        self._note("", "")
+        self._dispatcher.on_progress("", "")
         if status.must_stop:
-            self._accuse(status)
+            self._note_late(status)
             return None
         records = {rank: from_tensor(values) for rank, values in found.items()}
         decision = self._lockstep.decide(records)
         if isinstance(decision, Remove):
             self._remove(decision)
             return None
-        if isinstance(decision, Mismatch):
-            raise HandshakeError(f"ranks of one epoch differ: {dict(decision.versions)}")
         if isinstance(decision, Step):
             self._prepare(decision)
         return decision
@@ -189,26 +176,25 @@ class GroupMember:
 
     def _set_patience(self, factor: int) -> None:
         self._dispatcher.timeouts.dispatch_ms = factor * self._timeout_ms
-        self._gather_ms = GATHER_PATIENCE * factor * self._timeout_ms
 
-    def _accuse(self, status: CallStatus) -> None:
+    def _note_late(self, status: CallStatus) -> None:
         """Remember who did not come, unless the wait ended because the membership changed."""
         if not self.is_current:
             return
-        self._accused.update(status.late)
+        self._late.update(status.late)
         if status.late:
             logger.error("rank %d: %s", self.rank, status)
 
     def _remove(self, decision: Remove) -> None:
         """Let the lowest live rank commit the next membership, and wait for it."""
         if self.rank == decision.by:
-            self._health.store.remove(decision.accused, epoch=self.membership.epoch)
-            logger.error("ranks %s are taken out of the group", sorted(decision.accused))
+            self._health.store.remove(decision.ranks, epoch=self.membership.epoch)
+            logger.error("ranks %s are removed from the group", sorted(decision.ranks))
             self._wake_others()
         deadline_ms = self._control.deadline(self._gather_ms)
         while self.is_current and not self._health.should_stop():
             if self._control.transport.now_ms() >= deadline_ms:
-                self._accused.add(decision.by)
+                self._late.add(decision.by)
                 self._control.suspects.add(decision.by)
                 return
             self.pause(PAUSE_MS)

@@ -47,24 +47,20 @@ class GroupStore:
 
     def get(self, key: str) -> str | None:
         """Return the value; None: it is not set."""
-
-        def read() -> str | None:
-            return self._raw.get(key).decode() if self._raw.check([key]) else None
-
-        return self._call(read)
+        return self._call(lambda: self._raw.get(key) if self._raw.check([key]) else None)
 
     def set(self, key: str, value: str) -> None:
         self._call(lambda: self._raw.set(key, value))
 
     def claim(self, key: str, value: str) -> str:
         """Set the value if it is not set; return what it is."""
-        found = self._call(lambda: self._raw.compare_set(key, "", value))
-        return bytes(found).decode()
+        return self._call(lambda: self._raw.compare_set(key, "", value)) or ""
 
-    def _call(self, function: Callable[[], T]) -> T:
+    def _call(self, function: Callable[[], bytes | None]) -> str | None:
         if self._lost is None:
             try:
-                return call_within(self._timeout_s, function)
+                found = call_within(self._timeout_s, function)
+                return None if found is None else found.decode()
             except TimeoutError:
                 self._lost = f"the store at {self.where} has not answered for {self._timeout_s:g} s"
             except RuntimeError as error:  # torch's, of several kinds
@@ -74,10 +70,15 @@ class GroupStore:
 
 def open_store(plan: NodePlan, deadline: Deadline) -> GroupStore:
     """Open the store if it is this launcher's, else wait until it answers. Raises StartupError."""
+    where = f"{plan.address}:{plan.port}"
     if plan.hosts_store:
-        return _host(plan)
-    address = _wait_for_listener(plan, deadline)
-    return GroupStore(connect_library(plan), f"{plan.address}:{plan.port}", address)
+        listener = _listen(plan)
+        address = str(listener.getsockname()[0])
+        raw = _connect(plan, CALL_TIMEOUT_S, address, listener.detach())
+    else:
+        address = _wait_for_listener(plan, deadline)
+        raw = connect_library(plan)
+    return GroupStore(raw, where, address)
 
 
 def connect_library(plan: NodePlan, timeout_s: float = CALL_TIMEOUT_S) -> Store:
@@ -86,38 +87,39 @@ def connect_library(plan: NodePlan, timeout_s: float = CALL_TIMEOUT_S) -> Store:
     It has to be one of its own: a library that waits for a key holds the connection meanwhile.
     Raises StartupError.
     """
-    timeout = timedelta(seconds=timeout_s)
     try:
-        raw = TCPStore(plan.address, plan.port, None, False, timeout, wait_for_workers=False)
+        return _connect(plan, timeout_s, plan.address)
     except RuntimeError as error:
         raise StartupError(
             f"the store at {plan.address}:{plan.port} cannot be used ({_first_line(error)})"
         ) from error
+
+
+def _connect(plan: NodePlan, timeout_s: float, address: str, listener: int | None = None) -> Store:
+    """Return a client; with a listening descriptor the server as well."""
+    raw = TCPStore(
+        address,
+        plan.port,
+        None,
+        listener is not None,
+        timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
     return PrefixStore(f"whalepod/{plan.attempt}", raw)
 
 
-def _host(plan: NodePlan) -> GroupStore:
+def _listen(plan: NodePlan) -> socket.socket:
     """Listen at the one address that the others know, and nowhere else."""
     host, port = plan.address, plan.port
     try:
         family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(place[:2], family=family)
+        return socket.create_server(place[:2], family=family)
     except OSError as error:
         raise StartupError(
             f"machine 0 cannot listen at {host}:{port} for the others ({error.strerror or error}): "
             "choose another --master-port, or an address of this machine, on all machines"
         ) from error
-    address = str(listener.getsockname()[0])
-    raw = TCPStore(
-        address,
-        port,
-        None,
-        True,
-        timedelta(seconds=CALL_TIMEOUT_S),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return GroupStore(PrefixStore(f"whalepod/{plan.attempt}", raw), f"{host}:{port}", address)
 
 
 def _wait_for_listener(plan: NodePlan, deadline: Deadline) -> str:
@@ -137,5 +139,4 @@ def _wait_for_listener(plan: NodePlan, deadline: Deadline) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -14,24 +14,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.cluster.progress_board import ProgressBoard
-from whalepod.server.cluster.rank_assignment import (
-    EventFds,
-    RankAssignment,
-    RankConfig,
-    new_event_fds,
-)
+from whalepod.server.cluster.rank_assignment import EventFds, RankAssignment
 from whalepod.server.codec import encode_value
 from whalepod.server.config import EngineConfig, TransportName
 from whalepod.server.engine_launcher import (
     STOP_GRACE_S,
     available_cores,
     describe_exit,
-    end,
+    end_all,
     spawn,
 )
 
@@ -47,7 +41,11 @@ class LocalRanks:
 
     The launcher owns all that they share: heaps (memfds), eventfds and the private `folder` of
     memberships, progress and sockets. It never computes.
+
+    address  of this machine, as others reach it; "" if all ranks are started here
     """
+
+    address = ""
 
     def __init__(
         self,
@@ -55,14 +53,11 @@ class LocalRanks:
         plan: NodePlan,
         transport: TransportName,
         *,
-        address: str = "",
         module: str = RANK_MODULE,
         stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
-        """address: of this machine, as others reach it; "" if all ranks are started here."""
         self._plan = plan
-        self._transport = transport
-        self._address = address
+        self.transport: TransportName = transport
         self._module = module
         self._stop_grace_s = stop_grace_s
         self._cores = share_cores(plan.ranks_per_node)
@@ -76,41 +71,42 @@ class LocalRanks:
         with ExitStack() as stack:
             self.folder = Path(tempfile.mkdtemp(prefix="whalepod-"))  # 0700
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            self._lock_folder(stack)
-            self._heap_fds: tuple[int, ...] = ()
-            if self._transport == "shm":
-                self._heap_fds = tuple([_new_memfd(rank) for rank in range(plan.num_ranks)])
-            self._event_fds = new_event_fds(plan.num_local)
-            for descriptor in (*self._heap_fds, *self._event_fds):
-                stack.callback(os.close, descriptor)
-            self.board = ProgressBoard(self.folder, plan.num_ranks)
-            stack.callback(self.board.close)
+            # cleaners of /tmp respect this lock: they would remove old memberships
+            lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            num_heaps = plan.num_ranks if self.transport == "shm" else 0
+            self._heap_fds = tuple([_new_memfd(rank, stack) for rank in range(num_heaps)])
+            self._event_fds = tuple([_new_event_fd(stack) for _ in plan.ranks])
+            self._board = ProgressBoard(self.folder, plan.num_ranks)
+            stack.callback(self._board.close)
             stack.callback(self._stop_all)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def _lock_folder(self, stack: ExitStack) -> None:
-        """Hold a lock that cleaners of /tmp respect: they would remove old memberships."""
-        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        stack.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
 
     def start(self, rank: int, address: str) -> None:
         """Start a rank, which connects to the gateway's address for it."""
-        payload = RankConfig(assignment=self._new_assignment(rank), engine=self._config)
+        plan = self._plan
+        assignment = RankAssignment(
+            rank=rank,
+            plan=plan,
+            transport=self.transport,
+            folder=str(self.folder),
+            heap_fds=self._heap_fds,
+            event_fds=self._event_fds,
+            address=self.address,
+            cores=self._cores[rank % plan.ranks_per_node],
+            life=self._num_lives[rank],
+            engine=self._config,
+        )
         self._num_lives[rank] += 1
         self._processes[rank] = spawn(
             self._module,
             address,
-            encode_value(payload),
+            encode_value(assignment),
             num_threads=self._config.device.num_threads,
             pass_fds=(*self._heap_fds, *self._event_fds),
             shared_folder=self.folder,
@@ -118,7 +114,7 @@ class LocalRanks:
 
     def stop(self, rank: int) -> None:
         """End a rank: SIGTERM, after a grace SIGKILL."""
-        end(self._processes[rank], self._stop_grace_s)
+        end_all([self._processes[rank]], self._stop_grace_s)
 
     def kill(self, rank: int) -> None:
         """End a rank at once, whatever it does, and wait until it is gone."""
@@ -137,11 +133,11 @@ class LocalRanks:
         return self._num_lives[rank]
 
     def exit_reason(self, rank: int) -> str | None:
-        """Return how a rank's process has ended; None while it lives."""
-        code = self._processes[rank].poll()
-        if code is None:
+        """Return how a rank's process has ended; None while it lives, or before it was started."""
+        process = self._processes.get(rank)
+        if process is None or (code := process.poll()) is None:
             return None
-        place = f" on {self._address}" if self._address else ""
+        place = f" on {self.address}" if self.address else ""
         return f"rank {rank}'s process{place} {describe_exit(code)}"
 
     def why_ended(self) -> str | None:
@@ -158,40 +154,28 @@ class LocalRanks:
 
     def where(self, rank: int) -> str:
         """Return what a rank did last, for people."""
-        progress = self.board.read(rank)
-        return "it has not begun" if progress is None else f"it is in {progress}"
+        return self._board.where(rank)
 
     def report(self) -> None:
         """Log what each rank did last."""
         for rank in self._plan.ranks:
             logger.error("rank %d: %s", rank, self.where(rank))
 
-    def _new_assignment(self, rank: int) -> RankAssignment:
-        plan = self._plan
-        return RankAssignment(
-            rank=rank,
-            plan=plan,
-            transport=self._transport,
-            folder=str(self.folder),
-            heap_fds=self._heap_fds,
-            event_fds=self._event_fds,
-            address=self._address,
-            cores=self._cores[rank % plan.ranks_per_node],
-            life=self._num_lives[rank],
-        )
-
     def _stop_all(self) -> None:
-        """End all ranks within one grace."""
-        deadline = time.monotonic() + self._stop_grace_s
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.terminate()
-        for process in self._processes.values():
-            end(process, max(deadline - time.monotonic(), 0.0))
+        end_all(list(self._processes.values()), self._stop_grace_s)
 
 
-def _new_memfd(rank: int) -> int:
-    return os.memfd_create(f"whalepod-heap-{rank}", os.MFD_CLOEXEC)
+def _new_memfd(rank: int, stack: ExitStack) -> int:
+    """Make a heap, which `stack` closes; ranks that inherit it see the same memory."""
+    descriptor = os.memfd_create(f"whalepod-heap-{rank}", os.MFD_CLOEXEC)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _new_event_fd(stack: ExitStack) -> int:
+    descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    stack.callback(os.close, descriptor)
+    return descriptor
 
 
 def share_cores(num_ranks: int) -> list[tuple[int, ...]]:

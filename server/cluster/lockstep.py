@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from whalepod.ep_comm.dispatcher import ModeName
+from whalepod.ep_comm.handshake import HandshakeError
 from whalepod.mtp.depth import Depth
 from whalepod.server.cluster.rank_record import RankRecord, StepOutcome, group_step
 
@@ -21,13 +22,12 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Some ranks do not come any more: take them out of the membership.
+    """Some ranks do not come any more: they leave the membership.
 
-    accused  these ranks
-    by       the lowest live rank: it commits the next membership, the others wait for it
+    by  the lowest live rank: it commits the next membership, the others wait for it
     """
 
-    accused: frozenset[int]
+    ranks: frozenset[int]
     by: int
 
 
@@ -47,17 +47,10 @@ class Step:
     patience: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """Ranks of one epoch differ in what they must agree on: `versions` by rank."""
-
-    versions: Mapping[int, int]
-
-
 MAX_PATIENCE = 16
 CALM_STEPS = 64
 """Steps without a failure after which timeouts are halved again."""
-Decision = Park | Remove | Step | Mismatch
+Decision = Park | Remove | Step
 
 
 class Lockstep:
@@ -84,12 +77,16 @@ class Lockstep:
         self._num_calm = 0
 
     def decide(self, records: Mapping[int, RankRecord]) -> Decision:
-        """Return what the group does; `records` are those of all live ranks, by rank."""
-        accused = _accused(records)
-        if accused:
-            return Remove(accused, min(set(records) - accused))
-        if len({record.version for record in records.values()}) > 1:
-            return Mismatch({rank: record.version for rank, record in records.items()})
+        """Return what the group does; `records` are those of all live ranks, by rank.
+
+        Raises HandshakeError if ranks differ in what they must agree on.
+        """
+        late = _late(records)
+        if late:
+            return Remove(late, min(set(records) - late))
+        versions = {rank: record.version for rank, record in records.items()}
+        if len(set(versions.values())) > 1:
+            raise HandshakeError(f"ranks of one epoch differ: {versions}")
         if self._depth is not None:
             self._depth.observe(group_step(records.values()))
         most_tokens = max(record.num_tokens for record in records.values())
@@ -128,10 +125,10 @@ class Lockstep:
         return (max(low for low, _ in calls), max(bulk for _, bulk in calls)) if must else None
 
 
-def _accused(records: Mapping[int, RankRecord]) -> frozenset[int]:
-    """Return whom the records accuse. Of two that accuse each other the lower rank is believed."""
-    accused: set[int] = set()
+def _late(records: Mapping[int, RankRecord]) -> frozenset[int]:
+    """Return whom others found late. Of two that name each other the lower rank is believed."""
+    late: set[int] = set()
     for rank in sorted(records):
-        if rank not in accused:
-            accused |= records[rank].accused
-    return frozenset(accused)
+        if rank not in late:
+            late |= records[rank].late
+    return frozenset(late)

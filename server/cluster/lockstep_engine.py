@@ -100,7 +100,7 @@ class LockstepEngine:
         told = "told to stop before all ranks were ready"
         deadline = Deadline(timeout_s, lambda: told if should_stop() else None)
         try:
-            while not self._member.is_complete:
+            while self._member.missing:
                 self.step()
                 missing = f"ranks {self._member.missing} to load their weights"
                 if not deadline.allows(missing):
@@ -114,16 +114,16 @@ class LockstepEngine:
     def receive(self, messages: Iterable[ToEngine]) -> list[ToGateway]:
         """Take messages; while the group has been stalled for too long, refuse new requests."""
         replies: list[ToGateway] = []
+        excuse = self._excuse()
         for message in messages:
-            if isinstance(message, Submit) and self._has_stalled_too_long:
-                replies.append(
-                    Rejected(
-                        request_id=message.request_id, code="engine_lost", message=self._excuse()
-                    )
-                )
+            if excuse and isinstance(message, Submit):
+                request_id = message.request_id
+                replies.append(Rejected(request_id=request_id, code="engine_lost", message=excuse))
             else:
                 replies += self._core.receive([message])
-        replies += self._refuse_if_stalled()
+        if excuse and self._core.has_work:
+            logger.error("all requests of rank %d are refused: %s", self._member.rank, excuse)
+            replies += self._core.refuse_all("engine_lost", excuse)
         return [
             replace(reply, stats=self._stats) if isinstance(reply, Pong | StepOutputs) else reply
             for reply in replies
@@ -134,23 +134,12 @@ class LockstepEngine:
         waited_ms = tuple(int(ms) for ms in self._dispatcher.group.wait_ms_R.tolist())
         return replace(self._core.stats, waited_ms=waited_ms)
 
-    @property
-    def _has_stalled_too_long(self) -> bool:
-        since = self._stalled_since
-        return since is not None and self._clock() - since > self._return_timeout_s
-
-    def _refuse_if_stalled(self) -> Sequence[ToGateway]:
-        """Answer what waits with a clear refusal once it has waited for its time."""
-        if not self._has_stalled_too_long or not self._core.has_work:
-            return ()
-        logger.error("all requests of rank %d are refused: %s", self._member.rank, self._excuse())
-        return self._core.refuse_all("engine_lost", self._excuse())
-
     def _excuse(self) -> str:
-        return (
-            f"{self._stall_reason}, and this did not change within {self._return_timeout_s:g} s: "
-            "retry later"
-        )
+        """Return why requests are refused; "": they wait, or can run."""
+        since, timeout_s = self._stalled_since, self._return_timeout_s
+        if since is None or self._clock() - since <= timeout_s:
+            return ""
+        return f"{self._stall_reason}, and this did not change within {timeout_s:g} s: retry later"
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -179,7 +168,13 @@ class LockstepEngine:
         if self._is_parked and not num_tokens and not member.has_begun():
             self.may_sleep = not self._core.num_compiling
             return ()
-        decision = member.agree(self._record(num_tokens), is_asleep=self._is_parked)
+        record = RankRecord(
+            outcome=self._outcome,
+            num_tokens=num_tokens,
+            num_drafts=self._max_num_drafts if num_tokens else 0,
+            last_step=self._last_step,
+        )
+        decision = member.agree(record, is_asleep=self._is_parked)
         self._is_parked = isinstance(decision, Park)
         if decision is None:
             return ()
@@ -188,20 +183,6 @@ class LockstepEngine:
             return self._run(decision, num_tokens)
         self._stalled_since = None
         return ()
-
-    def _record(self, num_tokens: int) -> RankRecord:
-        stats = self._core.stats
-        return RankRecord(
-            epoch=0,
-            version=0,
-            outcome=self._outcome,
-            num_tokens=num_tokens,
-            num_drafts=self._max_num_drafts if num_tokens else 0,
-            num_free_blocks=stats.num_free_blocks + stats.num_cached_blocks,
-            num_waiting=stats.num_waiting,
-            is_draining=self._core.is_stopping,
-            last_step=self._last_step,
-        )
 
     def _run(self, step: Step, num_tokens: int) -> Sequence[SequenceOutput]:
         """Compute what this rank has, and its experts' part of what the others have."""

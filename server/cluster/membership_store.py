@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from whalepod.server.errors import GroupLost
 
@@ -26,33 +25,6 @@ class Membership:
 
     epoch: int
     members: frozenset[int] = frozenset()
-
-    def without(self, ranks: frozenset[int]) -> Membership:
-        return Membership(self.epoch + 1, self.members - ranks)
-
-    def joined_by(self, rank: int) -> Membership:
-        return Membership(self.epoch + 1, self.members | {rank})
-
-
-class MembershipStore(Protocol):
-    """Keeps the memberships where all ranks reach them."""
-
-    def newest(self) -> Membership: ...
-
-    def is_newest(self, epoch: int) -> bool:
-        """Return whether no later membership than that of `epoch` exists. Cheap, never waits."""
-        ...
-
-    def join(self, rank: int) -> None:
-        """Add a rank that is ready to step."""
-        ...
-
-    def remove(self, ranks: frozenset[int], *, epoch: int | None = None) -> None:
-        """Take ranks out, but only from the membership of `epoch` if one is given.
-
-        Raises GroupLost where the group cannot go on without them.
-        """
-        ...
 
 
 class FolderStore:
@@ -76,6 +48,7 @@ class FolderStore:
         return known
 
     def is_newest(self, epoch: int) -> bool:
+        """Return whether no later membership than that of `epoch` exists. Cheap, never waits."""
         return not os.path.exists(self._path(epoch + 1))
 
     def commit(self, membership: Membership) -> bool:
@@ -94,28 +67,20 @@ class FolderStore:
         return True
 
     def join(self, rank: int) -> None:
-        self.change(lambda newest: newest.joined_by(rank))
+        """Add a rank that is ready to step."""
+        while True:  # each failed turn means that another's has succeeded, so this ends
+            newest = self.newest()
+            if self.commit(Membership(newest.epoch + 1, newest.members | {rank})):
+                return
 
     def remove(self, ranks: frozenset[int], *, epoch: int | None = None) -> None:
-        def without(newest: Membership) -> Membership | None:
-            is_wanted = epoch in (None, newest.epoch) and bool(ranks & newest.members)
-            return newest.without(ranks) if is_wanted else None
+        """Take ranks out, but only from the membership of `epoch` if one is given.
 
-        self.change(without)
-
-    def change(self, new: Callable[[Membership], Membership | None]) -> Membership:
-        """Commit what `new` makes of the newest membership, however many others commit meanwhile.
-
-        `new` returns None when nothing is to be changed any more. Returns the newest membership.
-        Each failed turn means that another's has succeeded, so this ends.
+        Raises GroupLost where the group cannot go on without them.
         """
-        while True:
-            newest = self.newest()
-            wanted = new(newest)
-            if wanted is None:
-                return newest
-            if self.commit(wanted):
-                return wanted
+        while (newest := self.newest()).members & ranks and epoch in (None, newest.epoch):
+            if self.commit(Membership(newest.epoch + 1, newest.members - ranks)):
+                return
 
     def _path(self, epoch: int) -> Path:
         return self._folder / f"epoch-{epoch}"
@@ -133,10 +98,12 @@ class StaticMembership:
         self._is_complete = False
 
     def newest(self) -> Membership:
-        return Membership(1, self._all) if self._look() else Membership(0)
+        return Membership(0) if self.is_newest(0) else Membership(1, self._all)
 
     def is_newest(self, epoch: int) -> bool:
-        return epoch > 0 or not self._look()
+        if not self._is_complete:
+            self._is_complete = self._store.add("ready", 0) >= len(self._all)
+        return epoch > 0 or not self._is_complete
 
     def join(self, rank: int) -> None:
         self._store.add("ready", 1)
@@ -145,7 +112,6 @@ class StaticMembership:
         names = ", ".join(map(str, sorted(ranks)))
         raise GroupLost(f"rank {names} does not come to the exchange of records any more")
 
-    def _look(self) -> bool:
-        if not self._is_complete:
-            self._is_complete = self._store.add("ready", 0) >= len(self._all)
-        return self._is_complete
+
+MembershipStore: TypeAlias = FolderStore | StaticMembership
+"""Both are used alike."""

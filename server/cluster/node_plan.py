@@ -44,6 +44,10 @@ class NodePlan:
         """Return the ranks that this launcher starts."""
         return range(self.first_rank, self.first_rank + self.num_local)
 
+    def launcher_of(self, rank: int) -> int:
+        """Return who starts a rank: launchers go by their first ranks."""
+        return rank - rank % self.num_local
+
     @property
     def is_leader(self) -> bool:
         """Return whether requests come in here."""

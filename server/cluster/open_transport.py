@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, ProcessGroup, Store
 
 from whalepod.ep_comm.transport import gloo
 from whalepod.ep_comm.transport.interface import Transport
 from whalepod.ep_comm.transport.shm import ShmTransport
 from whalepod.server.cluster.deadline import call_within
 from whalepod.server.cluster.group_store import connect_library
-from whalepod.server.cluster.rank_assignment import RankAssignment, prepare_heaps
+from whalepod.server.cluster.rank_assignment import RankAssignment
 from whalepod.server.errors import StartupError
 
 LONELY_TIMEOUT_S = 300.0
@@ -32,52 +33,52 @@ def open_transport(
     patience_ms  how long a peer may take no data; shorter than the deadline of a dispatch
     on_arrival   called when another rank has set a signal, from any thread, if the transport can
     """
+    plan, rank = assignment.plan, assignment.rank
     try:
         if assignment.transport == "shm":
-            prepare_heaps(assignment, heap_bytes)
-            return ShmTransport(assignment.rank, assignment.heap_fds)
-        store = _open_store(assignment)
+            _settle_heaps(assignment, heap_bytes)
+            return ShmTransport(rank, assignment.heap_fds)
+        if plan.is_spread:
+            store: Store = connect_library(plan, plan.timeout_s)
+        else:
+            store = FileStore(str(Path(assignment.folder) / "transport"), plan.num_ranks)
         if assignment.transport == "gloo":
-            return _open_gloo(assignment, heap_bytes, store, patience_ms, on_arrival)
+            return gloo.GlooTransport(
+                _connect_gloo(assignment, store),
+                heap_bytes,
+                ranks_per_node=plan.ranks_per_node,
+                patience_ms=patience_ms,
+                on_arrival=on_arrival,
+            )
         return _open_on_gpu(assignment, heap_bytes, store)
     except (RuntimeError, ValueError) as error:
         raise StartupError(str(error)) from error
 
 
-def _open_store(assignment: RankAssignment) -> Store:
-    """Return what the transport's own rendezvous goes over."""
-    plan = assignment.plan
-    if not plan.is_spread:
-        return FileStore(str(Path(assignment.folder) / "transport"), plan.num_ranks)
-    return connect_library(plan, plan.timeout_s)
+def _settle_heaps(assignment: RankAssignment, heap_bytes: int) -> None:
+    """Give the heaps their size, whichever rank comes first. ValueError if it was another one."""
+    for descriptor in assignment.heap_fds:
+        found = os.fstat(descriptor).st_size
+        if found not in (0, heap_bytes):
+            raise ValueError(
+                f"rank {assignment.rank} needs heaps of {heap_bytes} bytes, another rank has made "
+                f"them {found}: start all ranks with the same version and flags"
+            )
+        os.ftruncate(descriptor, heap_bytes)
 
 
-def _open_gloo(
-    assignment: RankAssignment,
-    heap_bytes: int,
-    store: Store,
-    patience_ms: float,
-    on_arrival: Callable[[], None],
-) -> Transport:
-    address = assignment.address or LOOPBACK
+def _connect_gloo(assignment: RankAssignment, store: Store) -> ProcessGroup:
+    """Return when all ranks are connected. Raises RuntimeError."""
+    address, num_ranks = assignment.address or LOOPBACK, assignment.num_ranks
     timeout_s = assignment.plan.timeout_s or LONELY_TIMEOUT_S
-    rank, num_ranks = assignment.rank, assignment.num_ranks
     try:
-        group = call_within(
-            timeout_s, lambda: gloo.connect(store, rank, num_ranks, address=address)
+        return call_within(
+            timeout_s, lambda: gloo.connect(store, assignment.rank, num_ranks, address=address)
         )
     except TimeoutError:
-        raise StartupError(
-            f"rank {rank} has no connections to all {num_ranks} ranks from {address} after "
-            f"{timeout_s:g} s"
+        raise RuntimeError(
+            f"no connections from {address} to all {num_ranks} ranks after {timeout_s:g} s"
         ) from None
-    return gloo.GlooTransport(
-        group,
-        heap_bytes,
-        ranks_per_node=assignment.ranks_per_node,
-        patience_ms=patience_ms,
-        on_arrival=on_arrival,
-    )
 
 
 def _open_on_gpu(assignment: RankAssignment, heap_bytes: int, store: Store) -> Transport:
@@ -86,11 +87,12 @@ def _open_on_gpu(assignment: RankAssignment, heap_bytes: int, store: Store) -> T
     from whalepod.ep_comm.gpu.nvshmem import NvshmemTransport
 
     kind = CudaIpcTransport if assignment.transport == "cuda_ipc" else NvshmemTransport
+    plan = assignment.plan
     return kind(
         assignment.rank,
-        assignment.num_ranks,
+        plan.num_ranks,
         heap_bytes,
         store,
-        device=assignment.local_index,
-        ranks_per_node=assignment.ranks_per_node,
+        device=assignment.rank % plan.ranks_per_node,
+        ranks_per_node=plan.ranks_per_node,
     )

@@ -9,30 +9,12 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 SLOT_BYTES = 256
 _HEAD = struct.Struct("<qqH")
 _MAX_TEXT = SLOT_BYTES - _HEAD.size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """The last operation of a rank.
-
-    operation  "" between steps and while it sleeps
-    age_s      seconds since it began
-    """
-
-    step: int
-    operation: str
-    age_s: float
-
-    def __str__(self) -> str:
-        place = self.operation or "between steps"
-        return f"{place} of step {self.step}, for {self.age_s:.1f} s"
 
 
 class ProgressBoard:
@@ -52,20 +34,21 @@ class ProgressBoard:
             os.close(descriptor)
 
     def write(self, rank: int, step: int, operation: str) -> None:
-        """Note that `rank` begins an operation."""
+        """Note that `rank` begins an operation; "": none runs."""
         text, start = _encode(operation), rank * SLOT_BYTES
         _HEAD.pack_into(self._map, start, time.monotonic_ns(), step, len(text))
         self._map[start + _HEAD.size : start + _HEAD.size + len(text)] = text
 
-    def read(self, rank: int) -> Progress | None:
-        """Return what a rank did last; None if it has not begun yet."""
+    def where(self, rank: int) -> str:
+        """Return what a rank did last, for people."""
         start = rank * SLOT_BYTES
         began_ns, step, length = _HEAD.unpack_from(self._map, start)
         if not began_ns:
-            return None
+            return "it has not begun"
         text = self._map[start + _HEAD.size : start + _HEAD.size + min(length, _MAX_TEXT)]
         age_s = (time.monotonic_ns() - began_ns) / 1e9
-        return Progress(step=step, operation=text.decode(errors="replace"), age_s=age_s)
+        place = text.decode(errors="replace") or "between steps"
+        return f"it is in {place} of step {step}, for {age_s:.1f} s"
 
     def close(self) -> None:
         self._map.close()
@@ -85,12 +68,8 @@ class StepProgress:
 
     def note(self, layer: str, operation: str) -> None:
         """Note that an operation of a layer begins; "": none runs."""
-        self._board.write(self._rank, self._num_steps, _place_in_step(layer, operation))
-
-
-@lru_cache(maxsize=4096)
-def _place_in_step(layer: str, operation: str) -> str:
-    return f"{operation} of {layer}" if operation else ""
+        place = f"{operation} of {layer}" if operation else ""
+        self._board.write(self._rank, self._num_steps, place)
 
 
 @lru_cache(maxsize=4096)

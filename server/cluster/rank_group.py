@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from whalepod.server.channel import EngineChannel
@@ -19,7 +19,7 @@ from whalepod.server.cluster.node_plan import NodePlan, plan_of_one
 from whalepod.server.cluster.router import RankRouter
 from whalepod.server.config import EngineConfig
 from whalepod.server.engine_launcher import START_TIMEOUT_S, STOP_GRACE_S
-from whalepod.server.engine_socket import POLL_MS, EngineSocket
+from whalepod.server.engine_socket import EngineSocket, wait_until_ready
 from whalepod.server.errors import GroupLost, StartupError
 from whalepod.server.messages import EngineInfo
 
@@ -30,33 +30,6 @@ logger = logging.getLogger(__name__)
 MAX_RESTARTS = 5
 RESTARTS_COUNT_S = 600.0
 """A rank that was lost more often in this time is not started again."""
-
-
-@dataclass(slots=True)
-class GroupRank:
-    """One rank's end of the wire, on whatever machine its process is."""
-
-    rank: int
-    socket: EngineSocket
-    exit_reason: Callable[[], str | None]
-    address: str
-    pid: int = 0
-    """0: another launcher has started it."""
-    cut_at: float | None = None
-    lost_at: list[float] = field(default_factory=list)
-    """When earlier processes of this rank were lost."""
-
-    def channel(self) -> EngineChannel:
-        """Return the gateway's end, to be entered once."""
-        return self.socket.channel(self.exit_reason)
-
-    @property
-    def is_cut_for_good(self) -> bool:
-        """Return whether the connection is cut, and its machine had the time to tell why."""
-        if not self.socket.is_cut:
-            return False
-        self.cut_at = self.cut_at or time.monotonic()
-        return time.monotonic() - self.cut_at > LAST_WORDS_S
 
 
 class RankGroup:
@@ -84,100 +57,60 @@ class RankGroup:
         self._plan = plan or plan_of_one(self.num_ranks)
         self._checkpoint = checkpoint
         self._start_timeout_s = start_timeout_s
-        self._stop_grace_s = stop_grace_s
-        self._module = module
         self._transport = choose_transport(config, num_launchers=self._plan.num_launchers)
-        self._ranks: list[GroupRank] = []
+        self._local = LocalRanks(
+            config, self._plan, self._transport, module=module, stop_grace_s=stop_grace_s
+        )
+        self._sockets: list[EngineSocket] = []
+        self._lost_at: dict[int, list[float]] = defaultdict(list)
+        """When earlier processes of each rank were lost."""
         self._joined: JoinedGroup | None = None
         self._is_stopping = False
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            stack.callback(self._close_sockets)
+            stack.enter_context(self._local)
+            self._memberships = FolderStore(self.folder)
             if self._plan.is_spread:
                 from whalepod.server.cluster.join_group import join_group  # brings torch with it
 
                 assert self._checkpoint is not None, "several machines compare their checkpoints"
                 self._joined = stack.enter_context(
-                    join_group(self._config, self._plan, self._transport, self._checkpoint)
+                    join_group(self._config, self._plan, self._checkpoint, self._local)
                 )
-            stack.callback(self._close_sockets)
-            self._local = stack.enter_context(
-                LocalRanks(
-                    self._config,
-                    self._plan,
-                    self._transport,
-                    address=self._joined.address if self._joined else "",
-                    module=self._module,
-                    stop_grace_s=self._stop_grace_s,
-                )
-            )
-            self._memberships = FolderStore(self._local.folder)
-            if self._joined is not None:
-                stack.enter_context(self._joined.following(self._local))
-            self._start()
+            for rank in range(self.num_ranks):
+                self._sockets.append(self._listen(rank))
+                self._start(rank)
+            wait_until_ready(self._sockets, self._start_timeout_s, lambda: self._why_stop)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    # -- the start ------------------------------------------------------------------------------
+    def _close_sockets(self) -> None:
+        for socket in self._sockets:
+            socket.close()
 
-    def _start(self) -> None:
-        """Start this machine's ranks, tell the others where the gateway is, and wait for all."""
-        for rank in range(self.num_ranks):
-            self._ranks.append(self._open(rank))
-        for one in self._ranks:
-            if one.rank in self._plan.ranks:
-                self._start_process(one)
-            elif self._joined is not None:
-                self._joined.give_address(one.rank, one.address)
-        self._wait_until_ready()
-
-    def _open(self, rank: int) -> GroupRank:
+    def _listen(self, rank: int) -> EngineSocket:
         """Listen for a rank: at a socket file, or at a port if it is on another machine."""
         if rank in self._plan.ranks:
-            name = f"rank{rank}.{self._local.num_lives(rank)}"
-            address = f"ipc://{self._local.folder}/{name}"
+            address = f"ipc://{self.folder}/rank{rank}.{self._local.num_lives(rank)}"
         else:
-            assert self._joined is not None, f"rank {rank} is on no machine"
-            host = self._joined.address
+            host = self._local.address
             address = f"tcp://{f'[{host}]' if ':' in host else host}:*"
-        socket = EngineSocket(f"rank {rank}")
-        return GroupRank(rank, socket, lambda: self._exit_reason(rank), socket.bind(address))
+        return EngineSocket(
+            f"rank {rank}", address, lambda: self._exit_reason(rank), prefix=f"rank {rank}: "
+        )
 
-    def _start_process(self, one: GroupRank) -> None:
-        self._local.start(one.rank, one.address)
-        one.pid = self._local.pid(one.rank)
-
-    def _wait_until_ready(self) -> None:
-        """Hear from all ranks, in the order in which they come."""
-        deadline = time.monotonic() + self._start_timeout_s
-        pending = list(self._ranks)
-        while pending:
-            reason = self._why_hopeless()  # asked first: what has ended may have told why just now
-            for one in list(pending):
-                with naming(one.rank):
-                    if one.socket.take_info(max(POLL_MS // len(pending), 1)) is not None:
-                        if self._joined is not None:  # else its process is ours to ask
-                            one.socket.watch_connection()
-                        pending.remove(one)
-            if reason is not None:
-                raise StartupError(reason)
-            if time.monotonic() > deadline:
-                names = ", ".join(str(one.rank) for one in pending)
-                raise StartupError(f"ranks {names} not ready after {self._start_timeout_s:.0f} s")
-
-    def _why_hopeless(self) -> str | None:
-        if self._joined is not None:
-            return self._joined.end.reason if self._joined.end else self._joined.asked_to_stop
-        reasons = (self._local.exit_reason(one.rank) for one in self._ranks)
-        return next((f"{reason} before it was ready" for reason in reasons if reason), None)
+    def _start(self, rank: int) -> None:
+        """Start a rank, or tell its machine where the gateway listens for it."""
+        address = self._sockets[rank].address
+        if rank in self._plan.ranks:
+            self._local.start(rank, address)
+        elif self._joined is not None:
+            self._joined.give_address(rank, address)
 
     # -- the group ------------------------------------------------------------------------------
 
@@ -194,13 +127,12 @@ class RankGroup:
     @property
     def infos(self) -> Sequence[EngineInfo]:
         """What each rank said when it became ready."""
-        return [one.socket.info for one in self._ranks]
+        return [socket.info for socket in self._sockets]
 
     @property
     def is_told_to_stop(self) -> bool:
         """Return whether to take no more requests: a machine asks for it, or the group ended."""
-        joined = self._joined
-        return joined is not None and (joined.end or joined.asked_to_stop) is not None
+        return self._joined is not None and self._why_stop is not None
 
     @property
     def failure(self) -> str | None:
@@ -208,19 +140,23 @@ class RankGroup:
         end = self._joined.end if self._joined is not None else None
         return end.reason if end is not None and end.code else None
 
-    def process(self, rank: int) -> GroupRank:
-        """Return the rank as it is at present."""
-        return self._ranks[rank]
+    def pid(self, rank: int) -> int:
+        """Return the process id of a rank of this machine."""
+        return self._local.pid(rank)
 
     def channel(self) -> RankRouter:
         """Return the gateway's end, to be entered once."""
         return RankRouter(self)
 
+    def rank_channel(self, rank: int) -> EngineChannel:
+        """Return the gateway's end of one rank's wire, to be entered once."""
+        return self._sockets[rank].channel()
+
     def where(self, rank: int) -> str:
         """Return what a rank did last, or where that is logged."""
         if rank in self._plan.ranks or self._joined is None:
             return self._local.where(rank)
-        return f"it is on {self._joined.rank_map.address[rank]}, whose log says where"
+        return f"the log of {self._joined.describe(rank)} says where"
 
     # -- lost ranks -----------------------------------------------------------------------------
 
@@ -230,8 +166,8 @@ class RankGroup:
             return self._local.exit_reason(rank)
         if self._joined.end is not None:
             return self._joined.end.reason
-        if self._ranks[rank].is_cut_for_good:
-            return f"the connection to {self._joined.rank_map.name([rank])} is cut"
+        if self._sockets[rank].cut_for_s() > LAST_WORDS_S:
+            return f"the connection to {self._joined.describe(rank)} is cut"
         return None
 
     def why_lost(self, rank: int) -> str | None:
@@ -243,20 +179,20 @@ class RankGroup:
             return f"the other ranks went on without rank {rank}: {self.where(rank)}"
         return None
 
-    def take_out(self, rank: int, reason: str) -> None:
+    def remove(self, rank: int, reason: str) -> None:
         """End a lost rank's process and tell the others; or end a group to which none returns."""
         if self._joined is not None:
             self._joined.lose(rank, reason)
             return
         self._local.kill(rank)
-        self._remove(rank)
+        self._remove_member(rank)
 
-    def _remove(self, rank: int) -> None:
+    def _remove_member(self, rank: int) -> None:
         self._memberships.remove(frozenset({rank}))
         self._local.wake()
 
     def replace_rank(self, rank: int) -> None:
-        """Start a rank that was taken out again; returns when the group is whole.
+        """Start a rank that was removed again; returns when the group is whole.
 
         Raises GroupLost, one sentence, when the rank cannot come back.
         """
@@ -270,27 +206,27 @@ class RankGroup:
         while not self._is_stopping:
             self._count_loss(rank)
             self._local.stop(rank)
-            lost = self._ranks[rank]
-            lost.socket.close()
-            one = self._ranks[rank] = replace(self._open(rank), lost_at=lost.lost_at)
-            self._start_process(one)
+            self._sockets[rank].close()
+            self._sockets[rank] = self._listen(rank)
+            self._start(rank)
             try:
-                one.socket.wait_for_info(
-                    self._start_timeout_s, one.exit_reason, lambda: self._why_stop
+                wait_until_ready(
+                    [self._sockets[rank]], self._start_timeout_s, lambda: self._why_stop
                 )
                 return
             except StartupError as error:
                 logger.error("rank %d did not come up again: %s", rank, error)
-                self._remove(rank)
+                self._remove_member(rank)
         raise GroupLost("the group is stopping")
 
     def _count_loss(self, rank: int) -> None:
         """Note that a rank was lost. Raises GroupLost if that came too often."""
-        one, now = self._ranks[rank], time.monotonic()
-        one.lost_at = [t for t in one.lost_at if now - t < RESTARTS_COUNT_S] + [now]
-        if len(one.lost_at) > MAX_RESTARTS:
+        now = time.monotonic()
+        lost_at = [t for t in self._lost_at[rank] if now - t < RESTARTS_COUNT_S] + [now]
+        self._lost_at[rank] = lost_at
+        if len(lost_at) > MAX_RESTARTS:
             raise GroupLost(
-                f"rank {rank} cannot be replaced: it was lost {len(one.lost_at)} times in "
+                f"rank {rank} cannot be replaced: it was lost {len(lost_at)} times in "
                 f"{RESTARTS_COUNT_S:.0f} s"
             )
 
@@ -300,21 +236,10 @@ class RankGroup:
 
     @property
     def _why_stop(self) -> str | None:
+        """Return why to wait for no rank any more; None: wait."""
+        if self._joined is not None:
+            return self._joined.end.reason if self._joined.end else self._joined.asked_to_stop
         return "the group is stopping" if self._is_stopping else None
-
-    def _close_sockets(self) -> None:
-        for one in self._ranks:
-            one.socket.close()
-
-
-@contextmanager
-def naming(rank: int) -> Iterator[None]:
-    """Let a StartupError name the rank it comes from."""
-    try:
-        yield
-    except StartupError as error:
-        is_named = str(error).startswith("rank ")
-        raise StartupError(str(error) if is_named else f"rank {rank}: {error}") from error
 
 
 def add_infos(infos: Sequence[EngineInfo]) -> EngineInfo:

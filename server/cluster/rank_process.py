@@ -1,4 +1,4 @@
-"""One rank's process: `python -m whalepod.server.cluster.rank_process`, started by `launch.py`."""
+"""One rank's process: `python -m whalepod.server.cluster.rank_process` (see `local_ranks.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from whalepod.server.channel import EngineServer
-from whalepod.server.cluster.rank_assignment import RankConfig
+from whalepod.server.cluster.rank_assignment import RankAssignment
 from whalepod.server.codec import decode_value
 from whalepod.server.engine_launcher import START_TIMEOUT_S
 from whalepod.server.engine_process import ServedEngine, main_of
@@ -24,14 +24,14 @@ def open_rank(
     wrap_note: Callable[[OnProgress], OnProgress] = lambda note: note,
 ) -> ServedEngine:
     """Build the rank that the launcher describes; return when all ranks of its group are ready."""
-    config = decode_value(RankConfig, data)
-    if config.assignment.cores:
-        os.sched_setaffinity(0, config.assignment.cores)
+    assignment = decode_value(RankAssignment, data)
+    if assignment.cores:
+        os.sched_setaffinity(0, assignment.cores)
     from whalepod.server.cluster.build_rank import build_rank  # brings torch with it
 
-    engine = build_rank(config, should_stop, wrap_note)
+    engine = build_rank(assignment, should_stop, wrap_note)
     engine.join(should_stop, START_TIMEOUT_S)
-    server.wake_on(config.assignment.own_event_fd)
+    server.wake_on(assignment.events.own_descriptor)
     return engine
 
 

@@ -14,7 +14,8 @@ from whalepod.mtp.stats import StepRecord
 
 _BITS = 62
 """Ranks in one integer of a set of ranks; the sign stays free."""
-_NUM_FIXED = 16 + 2 * MAX_DRAFT_TOKENS
+_NUM_SCALARS = 6
+_NUM_FIXED = _NUM_SCALARS + 6 + 2 * MAX_DRAFT_TOKENS
 """Integers of a record, without its set of ranks."""
 
 
@@ -32,29 +33,21 @@ class StepOutcome(IntEnum):
 class RankRecord:
     """One rank before a step.
 
-    epoch            of the membership that it goes by
-    version          digest of weights, placement and settings
-    outcome          of its last step
-    calls            how far its low-latency and its throughput calls are numbered
-    num_tokens       the most that it would compute in the coming step; 0: nothing to do
-    num_drafts       the most drafts that it could use after a row
-    num_free_blocks  of its cache
-    num_waiting      requests that wait for a place
-    is_draining      it takes no new requests
-    accused          ranks that did not come to an earlier exchange of this epoch
-    last_step        what its last step measured
+    version     digest of weights, placement and settings
+    outcome     of its last step
+    calls       how far its low-latency and its throughput calls are numbered
+    num_tokens  the most that it would compute in the coming step; 0: nothing to do
+    num_drafts  the most drafts that it could use after a row
+    late        ranks that did not come to an earlier exchange of this epoch
+    last_step   what its last step measured
     """
 
-    epoch: int
-    version: int
+    version: int = 0
     outcome: StepOutcome = StepOutcome.DONE
     calls: tuple[int, int] = (0, 0)
     num_tokens: int = 0
     num_drafts: int = 0
-    num_free_blocks: int = 0
-    num_waiting: int = 0
-    is_draining: bool = False
-    accused: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
     last_step: StepRecord = field(default_factory=StepRecord)
 
 
@@ -65,50 +58,50 @@ def record_bytes(num_ranks: int) -> int:
 
 def to_tensor(record: RankRecord, num_ranks: int) -> Tensor:
     """Return the record as int64, always of the same size."""
-    r, s = record, record.last_step
-    accused = [0] * -(-num_ranks // _BITS)
-    for rank in r.accused:
-        accused[rank // _BITS] |= 1 << rank % _BITS
-    values = [
-        r.epoch, r.version, r.outcome, *r.calls, r.num_tokens, r.num_drafts, r.num_free_blocks,
-        r.num_waiting, r.is_draining, s.num_rows, s.num_tokens, s.is_decode, s.num_passes,
-        s.step_time_us, s.draft_time_us, *_padded(s.num_judged), *_padded(s.num_accepted), *accused,
-    ]  # fmt: skip
-    return torch.tensor(values, dtype=torch.int64)
+    r = record
+    masks = [0] * -(-num_ranks // _BITS)
+    for rank in r.late:
+        masks[rank // _BITS] |= 1 << rank % _BITS
+    scalars = [r.version, r.outcome, *r.calls, r.num_tokens, r.num_drafts]
+    return torch.tensor([*scalars, *_flat(r.last_step), *masks], dtype=torch.int64)
 
 
 def from_tensor(tensor: Tensor) -> RankRecord:
     """Return the record that `to_tensor` made into integers."""
     values: list[int] = tensor.tolist()
-    counts = values[16:_NUM_FIXED]
+    version, outcome, low_latency, throughput, num_tokens, num_drafts = values[:_NUM_SCALARS]
     return RankRecord(
-        epoch=values[0],
-        version=values[1],
-        outcome=StepOutcome(values[2]),
-        calls=(values[3], values[4]),
-        num_tokens=values[5],
-        num_drafts=values[6],
-        num_free_blocks=values[7],
-        num_waiting=values[8],
-        is_draining=bool(values[9]),
-        accused=frozenset(_ranks_of(values[_NUM_FIXED:])),
-        last_step=_step_of(values[10:16], counts[:MAX_DRAFT_TOKENS], counts[MAX_DRAFT_TOKENS:]),
+        version=version,
+        outcome=StepOutcome(outcome),
+        calls=(low_latency, throughput),
+        num_tokens=num_tokens,
+        num_drafts=num_drafts,
+        late=frozenset(_ranks_of(values[_NUM_FIXED:])),
+        last_step=_step_of(values[_NUM_SCALARS:_NUM_FIXED]),
     )
 
 
-def _padded(counts: Sequence[int]) -> list[int]:
-    return [*counts, *[0] * (MAX_DRAFT_TOKENS - len(counts))]
+def _flat(step: StepRecord) -> list[int]:
+    """Return a step's integers: six scalars, then counts padded to the most drafts."""
+    s = step
+    counts: list[int] = []
+    for some in (s.num_judged, s.num_accepted):
+        counts += [*some, *[0] * (MAX_DRAFT_TOKENS - len(some))]
+    scalars = [s.num_rows, s.num_tokens, s.is_decode, s.num_passes, s.step_time_us, s.draft_time_us]
+    return [*scalars, *counts]
 
 
-def _step_of(values: Sequence[int], judged: Sequence[int], accepted: Sequence[int]) -> StepRecord:
+def _step_of(values: Sequence[int]) -> StepRecord:
+    num_rows, num_tokens, is_decode, num_passes, step_time_us, draft_time_us, *counts = values
+    judged, accepted = counts[:MAX_DRAFT_TOKENS], counts[MAX_DRAFT_TOKENS:]
     depth = max((i + 1 for i, count in enumerate(judged) if count), default=0)
     return StepRecord(
-        num_rows=values[0],
-        num_tokens=values[1],
-        is_decode=bool(values[2]),
-        num_passes=values[3],
-        step_time_us=values[4],
-        draft_time_us=values[5],
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        is_decode=bool(is_decode),
+        num_passes=num_passes,
+        step_time_us=step_time_us,
+        draft_time_us=draft_time_us,
         num_judged=tuple(judged[:depth]),
         num_accepted=tuple(accepted[:depth]),
     )
@@ -124,15 +117,10 @@ def _ranks_of(masks: Sequence[int]) -> Iterable[int]:
 
 def group_step(records: Iterable[RankRecord]) -> StepRecord:
     """Sum a step of the group up: judged drafts of all ranks, sizes and times of the largest."""
-    steps = [r.last_step for r in records if r.last_step.num_tokens]
-    largest = [
-        max((s.num_rows for s in steps), default=0),
-        max((s.num_tokens for s in steps), default=0),
-        all(s.is_decode for s in steps),
-        max((s.num_passes for s in steps), default=0),
-        max((s.step_time_us for s in steps), default=0),
-        max((s.draft_time_us for s in steps), default=0),
-    ]
-    judged = [sum(counts) for counts in zip(*(_padded(s.num_judged) for s in steps), strict=True)]
-    accepted = [sum(c) for c in zip(*(_padded(s.num_accepted) for s in steps), strict=True)]
-    return _step_of(largest, judged, accepted)
+    steps = [_flat(r.last_step) for r in records if r.last_step.num_tokens]
+    if not steps:
+        return StepRecord()
+    columns = list(zip(*steps, strict=True))
+    largest, counts = [max(c) for c in columns[:6]], [sum(c) for c in columns[6:]]
+    largest[2] = min(columns[2])  # of all ranks' steps
+    return _step_of([*largest, *counts])

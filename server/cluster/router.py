@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from whalepod.scheduler.plan import SequenceOutput
@@ -75,12 +74,7 @@ class RankRouter:
         self._watching = asyncio.create_task(self._watch())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._group.stop_replacing()
         tasks = [self._watching, *self._replacing.values()]
         for task in tasks:
@@ -91,7 +85,7 @@ class RankRouter:
             await rank.stack.aclose()
 
     async def _open(self, rank: int) -> _Rank:
-        opened = _Rank(self._group.process(rank).channel())
+        opened = _Rank(self._group.rank_channel(rank))
         await opened.stack.enter_async_context(opened.channel)
         return opened
 
@@ -243,7 +237,7 @@ class RankRouter:
     def _lose(self, number: int, reason: str) -> None:
         """Fail what a lost rank had begun, and begin to replace it."""
         rank = self._ranks[number]
-        self._group.take_out(number, reason)
+        self._group.remove(number, reason)
         rank.lost = reason
         logger.error("rank %d is lost: %s", number, reason)
         rank.channel.fail(reason)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from whalepod.ep_comm.dispatcher import OnProgress
 from whalepod.server.channel import EngineServer
-from whalepod.server.cluster.rank_assignment import RankConfig
+from whalepod.server.cluster.rank_assignment import RankAssignment
 from whalepod.server.cluster.rank_process import exit_at_once, open_rank
 from whalepod.server.codec import decode_value
 from whalepod.server.engine_process import ServedEngine, main_of
@@ -40,7 +40,7 @@ def breakable(note: OnProgress, rank: int, folder: Path) -> OnProgress:
 def open_breakable(
     data: bytes, server: EngineServer, should_stop: Callable[[], bool]
 ) -> ServedEngine:
-    assignment = decode_value(RankConfig, data).assignment
+    assignment = decode_value(RankAssignment, data)
     return open_rank(
         data,
         server,

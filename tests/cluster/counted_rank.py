@@ -18,7 +18,7 @@ from whalepod.ep_comm.config import ExchangeConfig
 from whalepod.ep_comm.dispatched import Dispatched, Handle
 from whalepod.ep_comm.expert_exchange import DispatchInFlight, ExpertExchange
 from whalepod.server.channel import EngineServer
-from whalepod.server.cluster.rank_assignment import RankConfig
+from whalepod.server.cluster.rank_assignment import RankAssignment
 from whalepod.server.cluster.rank_process import open_rank
 from whalepod.server.codec import decode_value
 from whalepod.server.engine_process import ServedEngine, main_of
@@ -84,7 +84,7 @@ def open_counted(
     data: bytes, server: EngineServer, should_stop: Callable[[], bool]
 ) -> ServedEngine:
     """Write down what is sent once the rank is there: not its warm-up, which is a group of one."""
-    assignment = decode_value(RankConfig, data).assignment
+    assignment = decode_value(RankAssignment, data)
     ledger = _Ledger(Path(assignment.folder) / f"wire.{assignment.rank}")
     engine = open_rank(data, server, should_stop)
     ledger.count_dispatches()

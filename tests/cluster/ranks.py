@@ -236,7 +236,6 @@ def new_rank(
         Lockstep(max_low_latency_tokens=heap.config.decode_tokens, new_depth=settings.new_depth),
         watch,
         described or {"settings": "alike"},
-        timeout_ms=TIMEOUT_MS,
     )
     engine = LockstepEngine(
         core,

@@ -11,9 +11,10 @@ from hypothesis import given, strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from tests.cluster.ranks import MemoryStore
+from whalepod.ep_comm.handshake import HandshakeError
 from whalepod.mtp.depth import AdaptiveDepth, FixedDepth
 from whalepod.mtp.stats import StepRecord
-from whalepod.server.cluster.lockstep import Lockstep, Mismatch, Park, Remove, Step
+from whalepod.server.cluster.lockstep import Lockstep, Park, Remove, Step
 from whalepod.server.cluster.membership_store import FolderStore, Membership, StaticMembership
 from whalepod.server.cluster.rank_record import (
     RankRecord,
@@ -25,7 +26,7 @@ from whalepod.server.cluster.rank_record import (
 )
 from whalepod.server.errors import GroupLost
 
-IDLE = RankRecord(epoch=1, version=7)
+IDLE = RankRecord(version=7)
 DECODING = replace(IDLE, num_tokens=3, num_drafts=4)
 PREFILLING = replace(IDLE, num_tokens=65, num_drafts=4)
 
@@ -114,16 +115,16 @@ def test_a_renumbering_that_falls_into_a_park_is_made_up_for() -> None:
     assert lockstep.decide({0: replace(DECODING, calls=(5, 0))}) == Step("low_latency", 0, (5, 0))
 
 
-def test_an_accused_rank_is_removed_by_the_lowest_that_is_not() -> None:
-    accusing = replace(DECODING, accused=frozenset({0}))
-    records = {0: DECODING, 1: IDLE, 2: accusing}
+def test_a_late_rank_is_removed_by_the_lowest_that_is_not() -> None:
+    finding = replace(DECODING, late=frozenset({0}))
+    records = {0: DECODING, 1: IDLE, 2: finding}
     assert new_lockstep().decide(records) == Remove(frozenset({0}), by=1)
 
 
-def test_of_two_that_accuse_each_other_the_lower_is_believed() -> None:
+def test_of_two_that_find_each_other_late_the_lower_is_believed() -> None:
     records = {
-        1: replace(IDLE, accused=frozenset({3})),
-        3: replace(IDLE, accused=frozenset({1, 2})),
+        1: replace(IDLE, late=frozenset({3})),
+        3: replace(IDLE, late=frozenset({1, 2})),
         2: IDLE,
     }
     assert new_lockstep().decide(records) == Remove(frozenset({3}), by=1)
@@ -131,7 +132,8 @@ def test_of_two_that_accuse_each_other_the_lower_is_believed() -> None:
 
 def test_ranks_with_other_weights_never_compute_together() -> None:
     records = {0: DECODING, 1: replace(DECODING, version=8)}
-    assert new_lockstep().decide(records) == Mismatch({0: 7, 1: 8})
+    with pytest.raises(HandshakeError, match=r"\{0: 7, 1: 8\}"):
+        new_lockstep().decide(records)
 
 
 def decode_step(num_rows: int, depth: int, *, is_right: bool) -> StepRecord:
@@ -170,14 +172,12 @@ steps = st.builds(
 )
 records = st.builds(
     RankRecord,
-    epoch=st.integers(0, 1 << 31),
     version=st.integers(0, (1 << 56) - 1),
     outcome=st.sampled_from(StepOutcome),
     calls=st.tuples(st.integers(0, 1 << 50), st.integers(0, 1 << 50)),
     num_tokens=st.integers(0, 1 << 20),
     num_drafts=st.integers(0, 4),
-    is_draining=st.booleans(),
-    accused=st.frozensets(st.integers(0, 149)),
+    late=st.frozensets(st.integers(0, 149)),
     last_step=steps,
 )
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from whalepod.server.choices import can_return, choose_transport
-from whalepod.server.cluster.build_rank import _settle
+from whalepod.server.cluster.build_rank import settle
 from whalepod.server.cluster.node_plan import plan_nodes, plan_of_one
-from whalepod.server.cluster.rank_assignment import RankAssignment, RankConfig
+from whalepod.server.cluster.rank_assignment import RankAssignment
 from whalepod.server.config import DeviceConfig, EngineConfig, NodesConfig, ParallelConfig
 from whalepod.server.errors import StartupError
 
@@ -100,9 +100,10 @@ def test_each_life_of_a_rank_records_to_a_file_of_its_own() -> None:
     names = []
     for life in range(3):
         assignment = RankAssignment(
-            rank=1, plan=plan_of_one(2), transport="shm", folder="", event_fds=(), life=life
-        )
-        names.append(_settle(RankConfig(assignment=assignment, engine=config)).record)
+            rank=1, plan=plan_of_one(2), transport="shm", folder="", event_fds=(), life=life,
+            engine=config,
+        )  # fmt: skip
+        names.append(settle(assignment).record)
     assert names == ["F.rank1", "F.rank1.1", "F.rank1.2"]
 
 

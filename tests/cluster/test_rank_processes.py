@@ -76,7 +76,7 @@ def breakable_group(config: EngineConfig, sockets: Path) -> Iterator[RankGroup]:
     before = set(os.listdir("/dev/shm"))
     with RankGroup(config, module="tests.cluster.breakable_rank") as group:
         yield group
-        pids = [group.process(rank).pid for rank in range(NUM_RANKS)]
+        pids = [group.pid(rank) for rank in range(NUM_RANKS)]
     assert not any(is_alive(pid) for pid in pids)
     assert list(sockets.glob("whalepod-*")) == []
     assert set(os.listdir("/dev/shm")) <= before
@@ -149,7 +149,7 @@ def test_ranks_answer_with_the_bits_of_one_engine_and_then_sleep(
             shares = [stats.prompt_tokens for stats in router.rank_stats.values()]
             assert min(shares) > 0.3 * sum(shares), "both ranks have their share"
             await asyncio.sleep(1.0)  # they park
-            pids = [group.process(rank).pid for rank in range(NUM_RANKS)]
+            pids = [group.pid(rank) for rank in range(NUM_RANKS)]
             before = [cpu_seconds(pid) for pid in pids]
             await asyncio.sleep(2.0)  # the interval that is measured
             used = [cpu_seconds(pid) - b for pid, b in zip(pids, before, strict=True)]
@@ -276,14 +276,14 @@ def test_whatever_happens_to_a_rank_no_answer_is_wrong_and_the_group_comes_back(
         async with routed(group) as router:
             for number, mishap in enumerate(mishaps):
                 named = [replace(s, request_id=f"{number}-{s.request_id}") for s in submits]
-                pids = [group.process(rank).pid for rank in range(NUM_RANKS)]
+                pids = [group.pid(rank) for rank in range(NUM_RANKS)]
                 found = await survive(router, group, mishap, named)
                 for one, wanted in zip(found, expected, strict=True):
                     if one is not None:
                         check_equal(wanted, one)
                 assert any(found), mishap
                 await until_ready(router)
-                after = [group.process(rank).pid for rank in range(NUM_RANKS)]
+                after = [group.pid(rank) for rank in range(NUM_RANKS)]
                 assert after[1 - mishap.rank] == pids[1 - mishap.rank], "the survivor lives on"
                 assert (after[mishap.rank] == pids[mishap.rank]) == (mishap.action == "raise")
                 if mishap.action == "raise":
@@ -343,7 +343,7 @@ def test_a_rank_stopped_for_ten_seconds_is_waited_for_and_no_request_fails(
     async def scenario() -> None:
         async with routed(group) as router:
             for rank in range(NUM_RANKS):
-                pids = [group.process(r).pid for r in range(NUM_RANKS)]
+                pids = [group.pid(r) for r in range(NUM_RANKS)]
                 named = [replace(s, request_id=f"{rank}-{s.request_id}") for s in submits]
                 asked = [asyncio.create_task(answer(router, submit)) for submit in named]
                 mishap = Mishap(rank, place, "SIGSTOP")
@@ -355,7 +355,7 @@ def test_a_rank_stopped_for_ten_seconds_is_waited_for_and_no_request_fails(
                 os.kill(pids[rank], signal.SIGCONT)
                 for one, wanted in zip(await asyncio.gather(*asked), expected, strict=True):
                     check_equal(wanted, one)
-                assert [group.process(r).pid for r in range(NUM_RANKS)] == pids, "nobody was lost"
+                assert [group.pid(r) for r in range(NUM_RANKS)] == pids, "nobody was lost"
 
     asyncio.run(scenario())
 
@@ -371,7 +371,7 @@ def test_a_rank_stopped_while_all_sleep_is_replaced_when_somebody_asks(
     async def scenario() -> None:
         async with routed(group) as router:
             await until_ready(router)
-            stopped = group.process(rank).pid
+            stopped = group.pid(rank)
             os.kill(stopped, signal.SIGSTOP)
             found = await ask_all(router, submits, rank)
             assert any(found), "those of the other rank wait for the new one"
@@ -379,7 +379,7 @@ def test_a_rank_stopped_while_all_sleep_is_replaced_when_somebody_asks(
                 if one is not None:
                     check_equal(wanted, one)
             await until_ready(router)
-            assert group.process(rank).pid != stopped
+            assert group.pid(rank) != stopped
             assert not is_alive(stopped)
 
     asyncio.run(scenario())
@@ -389,7 +389,7 @@ def test_a_rank_killed_while_all_sleep_is_back_before_anyone_asks(group: RankGro
     async def scenario() -> None:
         async with routed(group) as router:
             await until_ready(router)
-            os.kill(group.process(1).pid, signal.SIGKILL)
+            os.kill(group.pid(1), signal.SIGKILL)
             await asyncio.sleep(0.5)
             with pytest.raises(EngineLost, match=r"rank 1 .*SIGKILL"):
                 await router.ping(5.0)
@@ -409,7 +409,7 @@ def test_requests_wait_for_a_lost_rank_only_for_their_time(
     async def scenario(group: RankGroup) -> None:
         monkeypatch.setattr(group, "replace_rank", lambda rank: has_refused.wait(PATIENCE_S))
         async with routed(group) as router:
-            os.kill(group.process(0).pid, signal.SIGKILL)
+            os.kill(group.pid(0), signal.SIGKILL)
             started = time.monotonic()
             refusal: RequestRejected | None = None
             while refusal is None:

@@ -19,17 +19,18 @@ from whalepod.server.cluster.deadline import Deadline
 from whalepod.server.cluster.group_store import GroupStore, StoreLost, connect_library, open_store
 from whalepod.server.cluster.join_group import (
     SILENCE_S,
+    End,
     JoinedGroup,
-    leave,
-    wait_until_left,
+    end_group,
+    meet,
+    read_end,
 )
 from whalepod.server.cluster.node_plan import NodePlan
-from whalepod.server.cluster.rendezvous import End, RankMap, end_group, meet, read_end
 from whalepod.server.errors import StartupError
 
 LOOPBACK = "127.0.0.1"
 SETTINGS = {"model": "abcdef0123456789", "dtype": "fp32"}
-RANK_MAP = RankMap(address=(LOOPBACK,) * 4, launchers=(0, 0, 2, 2))
+ADDRESSES = {0: LOOPBACK, 2: LOOPBACK}
 
 
 def free_port() -> int:
@@ -89,8 +90,8 @@ def met(
 def test_machines_meet_and_know_where_each_rank_is(
     stores: tuple[GroupStore, GroupStore],
 ) -> None:
-    assert met(stores) == [RANK_MAP, RANK_MAP]
-    assert RANK_MAP.name([2, 3]) == "ranks 2, 3 (127.0.0.1)"
+    assert met(stores) == [ADDRESSES, ADDRESSES]
+    assert JoinedGroup(stores[0], plan_of(0, 1), ADDRESSES).describe(3) == "rank 3 (127.0.0.1)"
 
 
 def test_another_model_or_flag_is_named_with_its_ranks_on_all_machines(
@@ -228,7 +229,7 @@ def test_the_first_reason_is_everybodys(stores: tuple[GroupStore, GroupStore]) -
     assert read_end(stores[0]) is None
     first = end_group(stores[1], End(1, "rank 3 was ended by SIGKILL"))
     assert end_group(stores[0], End(0, "told to stop")) == first
-    watch = JoinedGroup(stores[0], plan_of(0, 1), RANK_MAP)
+    watch = JoinedGroup(stores[0], plan_of(0, 1), ADDRESSES)
     assert watch.look() == first
 
 
@@ -236,9 +237,9 @@ def test_machine_0_keeps_the_store_until_the_others_have_left(
     stores: tuple[GroupStore, GroupStore],
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_until_left, stores[0], RANK_MAP, 60.0)
+        waiting = pool.submit(JoinedGroup(stores[0], plan_of(0, 1), ADDRESSES).leave, 60.0)
         assert not waiting.done()
-        leave(stores[1], plan_of(1, 1))
+        JoinedGroup(stores[1], plan_of(1, 1), ADDRESSES).leave(60.0)
         waiting.result(20.0)
 
 
@@ -247,8 +248,8 @@ def test_a_machine_that_falls_silent_ends_the_group(
     stores: tuple[GroupStore, GroupStore], node: int, silent: str
 ) -> None:
     now = 0.0
-    watch = JoinedGroup(stores[0], plan_of(node, 1), RANK_MAP, clock=lambda: now)
-    other = JoinedGroup(stores[1], plan_of(1 - node, 1), RANK_MAP, clock=lambda: 0.0)
+    watch = JoinedGroup(stores[0], plan_of(node, 1), ADDRESSES, clock=lambda: now)
+    other = JoinedGroup(stores[1], plan_of(1 - node, 1), ADDRESSES, clock=lambda: 0.0)
     for _ in range(4):
         now += SILENCE_S - 1.0
         assert other.look() is None

@@ -49,20 +49,12 @@ class OpenChannel:
 
 
 @dataclass
-class FakeProcess:
-    opened: EngineChannel
-
-    def channel(self) -> OpenChannel:
-        return OpenChannel(self.opened)
-
-
-@dataclass
 class FakeRanks:
     """A launcher whose ranks are fake engines in threads, none of which knows the others."""
 
     channels: list[EngineChannel]
     lost: dict[int, str] = field(default_factory=dict)
-    taken_out: list[int] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
     replacement: EngineChannel | None = None
     failure: str | None = None
     look_errors: list[Exception] = field(default_factory=list)
@@ -77,8 +69,8 @@ class FakeRanks:
     def info(self) -> EngineInfo:
         return self.channels[0].info
 
-    def process(self, rank: int) -> FakeProcess:
-        return FakeProcess(self.channels[rank])
+    def rank_channel(self, rank: int) -> OpenChannel:
+        return OpenChannel(self.channels[rank])
 
     def why_lost(self, rank: int) -> str | None:
         if self.look_errors:
@@ -88,19 +80,18 @@ class FakeRanks:
     def where(self, rank: int) -> str:
         return "it is in combine of layer 3"
 
-    def take_out(self, rank: int, reason: str) -> None:
-        self.taken_out.append(rank)
+    def remove(self, rank: int, reason: str) -> None:
+        self.removed.append(rank)
 
     def stop_replacing(self) -> None: ...
 
-    def replace_rank(self, rank: int) -> FakeProcess:
+    def replace_rank(self, rank: int) -> None:
         if self.start_errors:
             raise self.start_errors.pop()
         if self.replacement is None:
             raise GroupLost(f"rank {rank} cannot be replaced: there is no other")
         del self.lost[rank]
         self.channels[rank] = self.replacement
-        return FakeProcess(self.replacement)
 
 
 @asynccontextmanager
@@ -238,7 +229,7 @@ def test_what_a_lost_rank_had_not_begun_runs_elsewhere_and_what_it_had_begun_fai
             async for _ in begun:
                 pass
         assert ids_of(await waiting) == expected_answer([*PROMPT], SHORT)
-        assert ranks.taken_out == [number]
+        assert ranks.removed == [number]
         with pytest.raises(EngineLost, match=rf"rank {number} is lost: "):
             await router.ping(DEADLINE_S)
         await until(lambda: router.failure is not None)
@@ -253,7 +244,7 @@ def test_a_look_that_fails_once_is_repeated(tmp_path: Path) -> None:
         await until(lambda: not ranks.look_errors)
         assert router.failure is None
         ranks.lost[1] = "ended by SIGKILL"
-        await until(lambda: ranks.taken_out == [1])
+        await until(lambda: ranks.removed == [1])
 
     run(tmp_path, scenario, *roomy_cores())
 
@@ -270,7 +261,7 @@ def test_a_replacement_that_fails_once_is_tried_again(
             ranks.replacement = channel
             ranks.start_errors = [OSError(28, "No space left on device")]
             ranks.lost[1] = "ended by SIGKILL"
-            await until(lambda: ranks.taken_out == [1] and not ranks.lost)
+            await until(lambda: ranks.removed == [1] and not ranks.lost)
             await until(lambda: router._ranks[1].lost is None)
             assert router.failure is None
 
@@ -283,7 +274,7 @@ def test_a_rank_that_came_back_gets_requests_again(tmp_path: Path) -> None:
         new_folder.mkdir()
         async with engine(new_folder) as (channel, new_core):
             ranks.replacement, ranks.lost[0] = channel, "stopped"
-            await until(lambda: bool(ranks.taken_out) and router._ranks[0].lost is None)
+            await until(lambda: bool(ranks.removed) and router._ranks[0].lost is None)
             assert (await router.ping(DEADLINE_S)).num_running == 0
             for i in range(4):
                 await read(router, request(f"r{i}"))

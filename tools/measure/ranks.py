@@ -125,7 +125,7 @@ async def _measure(engine: EngineConfig, config: RanksConfig) -> tuple[Measured,
         many = Measured(
             f"{group.num_ranks} ranks",
             await stack.enter_async_context(group.channel()),
-            [group.process(rank).pid for rank in range(group.num_ranks)],
+            [group.pid(rank) for rank in range(group.num_ranks)],
         )
         for number in range(-1, config.rounds):
             for measured in (one, many) if number % 2 else (many, one):
