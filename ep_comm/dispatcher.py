@@ -7,7 +7,7 @@ then calls `Dispatcher.abort`, so that the other ranks hear of it at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from whalepod.ep_comm.dispatched import Dispatched
+from whalepod.ep_comm.eplb.balancer import BalancedLayer, ExpertBalancer
 from whalepod.ep_comm.expert_exchange import ExpertExchange
 from whalepod.ep_comm.group import CallFailed, CallStatus, Group
-from whalepod.ep_comm.routed_experts import LocalExperts
+from whalepod.ep_comm.routed_experts import LoadExpert, LocalExperts
 from whalepod.kernels.interface import Kernels, Packed
 
 COMBINE_FACTOR = 2.0
@@ -54,6 +55,7 @@ class Dispatcher:
 
     exchanges    of the modes: what differs is how many tokens fit, and the layout
     on_progress  hears of every operation of every layer
+    balancer     where experts have replicas that move: the exchanges are between its slots
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Dispatcher:
         *,
         timeouts: Timeouts,
         on_progress: OnProgress = ignore_progress,
+        balancer: ExpertBalancer | None = None,
     ) -> None:
         config = exchanges["low_latency"].config
         for mode, one in exchanges.items():
@@ -73,20 +76,25 @@ class Dispatcher:
                     f"gives float8: change its dispatch_dtype"
                 )
         first = group.rank * config.num_local
-        self.owned = range(first, first + config.num_local)
+        self.owned: Sequence[int] = range(first, first + config.num_local)
+        self._num_experts = config.num_experts
+        if balancer is not None:
+            self.owned, self._num_experts = balancer.owned, balancer.slots.num_experts
+        self.balancer = balancer
         self.group = group
         self.kernels = kernels
         self.timeouts = timeouts
         self.on_progress = on_progress
         self._exchanges = exchanges
-        self._num_experts = config.num_experts
         self.exchange: ExpertExchange | None = None
         """What the step in hand goes over; None: alone."""
 
-    def routed(self, packed: Packed, layer: str) -> SpreadExperts:
+    def routed(self, packed: Packed, layer: str, load_expert: LoadExpert) -> SpreadExperts:
         """Return all experts of a layer; `packed` are those of this rank."""
         alone = LocalExperts(self.kernels, packed, self.owned, self._num_experts)
-        return SpreadExperts(self, alone, packed, layer)
+        balancer = self.balancer
+        balanced = None if balancer is None else balancer.add_layer(packed, load_expert)
+        return SpreadExperts(self, alone, packed, layer, balanced)
 
     def enter(self, mode: ModeName | None) -> None:
         """Take the mode of the step that begins; None: alone."""
@@ -120,8 +128,14 @@ class SpreadExperts:
     is_replayable = False
 
     def __init__(
-        self, dispatcher: Dispatcher, alone: LocalExperts, packed: Packed, layer: str
+        self,
+        dispatcher: Dispatcher,
+        alone: LocalExperts,
+        packed: Packed,
+        layer: str,
+        balanced: BalancedLayer | None,
     ) -> None:
+        self._balanced = balanced
         self._dispatcher = dispatcher
         self._alone = alone
         self._packed = packed
@@ -131,18 +145,22 @@ class SpreadExperts:
         exchange, timeouts = self._dispatcher.exchange, self._dispatcher.timeouts
         if exchange is None:
             return self._alone(x_TH, ids_TK, weights_TK)
+        if self._balanced is not None:
+            ids_TK = self._balanced.slots_of(ids_TK)
         on_progress, layer = self._dispatcher.on_progress, self._layer
         on_progress(layer, "dispatch, sending")
         deadline_ms = exchange.group.deadline(timeouts.dispatch_ms)
         flight = exchange.send_dispatch(x_TH, ids_TK, weights_TK)
         on_progress(layer, "dispatch, receiving")
         result = flight.receive(deadline_ms - exchange.group.transport.now_ms())
-        _raise_unless_ok(result.status, layer)
+        self._raise_unless_whole(result.status)
+        if self._balanced is not None:
+            self._balanced.count(result.count_E)
         on_progress(layer, "experts")
         y = self._compute(result, x_TH.dtype)
         on_progress(layer, "combine")
         y_TH, status = exchange.combine(y, result.handle, timeouts.combine_ms)
-        _raise_unless_ok(status, layer)
+        self._raise_unless_whole(status)
         on_progress(layer, "")
         return y_TH
 
@@ -157,7 +175,9 @@ class SpreadExperts:
         assert ids_S is not None, "the layout is packed or per_token"
         return kernels.expert_rows(result.rows[: len(ids_S)].to(dtype), ids_S, self._packed)
 
-
-def _raise_unless_ok(status: CallStatus, layer: str) -> None:
-    if not status.ok:
-        raise CallFailed(status, layer)
+    def _raise_unless_whole(self, status: CallStatus) -> None:
+        """Raise CallFailed if an expert is missing: a lost rank without any of them is not."""
+        balancer = self._dispatcher.balancer
+        absent = frozenset() if balancer is None else balancer.dead
+        if not status.ok and (status.must_stop or not absent.issuperset(status.missing)):
+            raise CallFailed(status, self._layer)

@@ -5,8 +5,10 @@ Suffix letters as in `whalepod.kernels.interface`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from whalepod.kernels.interface import Kernels, Packed
@@ -29,18 +31,22 @@ class RoutedExperts(Protocol):
         ...
 
 
+LoadExpert = Callable[[int], Packed]
+"""Reads one expert of a layer again, from where the model came from."""
+
+
 class ExpertPlacement(Protocol):
     """Where the routed experts of every layer live."""
 
     @property
-    def owned(self) -> range:
-        """Return the global ids of the experts that this rank loads."""
+    def owned(self) -> Sequence[int]:
+        """Return the global ids of the experts that this rank loads, in order."""
         ...
 
-    def routed(self, packed: Packed, layer: str) -> RoutedExperts:
+    def routed(self, packed: Packed, layer: str, load_expert: LoadExpert) -> RoutedExperts:
         """Return all experts of a layer, of which `packed` are this rank's.
 
-        `layer` names it to people ("model.layers.3.mlp").
+        `layer` names it to people ("model.layers.3.mlp"). Called for one layer after the other.
         """
         ...
 
@@ -51,12 +57,14 @@ class LocalPlacement:
     The others add nothing.
     """
 
-    def __init__(self, kernels: Kernels, num_experts: int, owned: range | None = None) -> None:
+    def __init__(
+        self, kernels: Kernels, num_experts: int, owned: Sequence[int] | None = None
+    ) -> None:
         self.owned = range(num_experts) if owned is None else owned
         self._kernels = kernels
         self._num_experts = num_experts
 
-    def routed(self, packed: Packed, layer: str) -> LocalExperts:
+    def routed(self, packed: Packed, layer: str, load_expert: LoadExpert) -> LocalExperts:
         """Return the experts of a layer."""
         return LocalExperts(self._kernels, packed, self.owned, self._num_experts)
 
@@ -64,17 +72,16 @@ class LocalPlacement:
 class LocalExperts:
     """Runs the experts `owned` (global ids); a selection of any other expert adds nothing."""
 
-    def __init__(self, kernels: Kernels, packed: Packed, owned: range, num_experts: int) -> None:
+    def __init__(
+        self, kernels: Kernels, packed: Packed, owned: Sequence[int], num_experts: int
+    ) -> None:
         self._kernels = kernels
         self._packed = packed
-        self._owned = owned
-        self.is_replayable = owned == range(num_experts)
+        self.is_replayable = list(owned) == list(range(num_experts))
+        # the last row is that of id -1
+        self._local_of_E = torch.full((num_experts + 1,), -1)
+        self._local_of_E[list(owned)] = torch.arange(len(owned))
 
     def __call__(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return self._kernels.experts(x_TH, self._local_ids(ids_TK), weights_TK, self._packed)
-
-    def _local_ids(self, ids_TK: Tensor) -> Tensor:
-        if self.is_replayable:  # all are here
-            return ids_TK
-        is_owned = (ids_TK >= self._owned.start) & (ids_TK < self._owned.stop)
-        return (ids_TK - self._owned.start).masked_fill(~is_owned, -1)
+        local_TK = ids_TK if self.is_replayable else self._local_of_E[ids_TK]
+        return self._kernels.experts(x_TH, local_TK, weights_TK, self._packed)

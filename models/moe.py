@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -69,14 +71,13 @@ class MixtureOfExperts:
         )
         owned = placement.owned
         _leave_others(num_experts, weights, prefix, owned)
-        packed = weights.packed(
-            f"{prefix}.experts",
-            kernels,
-            lambda: kernels.pack_experts(*_stack_experts(config, weights, prefix, owned)),
-            is_expert=True,
-        )
+
+        def pack(experts: Sequence[int]) -> Packed:
+            return kernels.pack_experts(*_stack_experts(config, weights, prefix, experts))
+
+        packed = weights.packed(f"{prefix}.experts", kernels, lambda: pack(owned), is_expert=True)
         self.expert_bytes = sum(tensor.nbytes for tensor in kernels.packed_parts(packed)[0])
-        self._routed = placement.routed(packed, prefix)
+        self._routed = placement.routed(packed, prefix, lambda expert: pack([expert]))
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         ids_TK, weights_TK = self._kernels.route(x_TH, self._router, self._bias_E, self._gate)
@@ -93,7 +94,7 @@ class MixtureOfExperts:
         self._routed(x_0H, ids_0K, torch.empty(0, num_choices, device=x_0H.device))
 
 
-def _leave_others(num_experts: int, weights: Weights, prefix: str, owned: range) -> None:
+def _leave_others(num_experts: int, weights: Weights, prefix: str, owned: Sequence[int]) -> None:
     """Tell `weights` that other ranks read the experts that are not `owned`."""
     for expert in set(range(num_experts)).difference(owned):
         for part in ("gate_proj", "up_proj", "down_proj"):
@@ -101,7 +102,7 @@ def _leave_others(num_experts: int, weights: Weights, prefix: str, owned: range)
 
 
 def _stack_experts(
-    config: ModelConfig, weights: Weights, prefix: str, experts: range
+    config: ModelConfig, weights: Weights, prefix: str, experts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Copy the experts one by one into `[E, 2 I, H]` (gate rows, then up rows) and `[E, H, I]`."""
     hidden, inner = config.hidden_size, config.moe_intermediate_size

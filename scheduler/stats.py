@@ -43,6 +43,16 @@ class Stats:
     waited_ms: tuple[int, ...] = ()
     """For each rank of the group, how long this one has waited for it."""
 
+    num_expert_slots_changed: int = 0
+    """Slots of this rank that another expert moved into."""
+    expert_bytes_sent: int = 0
+    """Of experts, to other ranks."""
+    num_expert_plans: int = 0
+    num_expert_failures: int = 0
+    """Moves that were given up."""
+    expert_balance_ppm: int = 0
+    """Mean over maximum load of the ranks under the last placement, in millionths."""
+
     def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of one row, the first `num_accepted` of which were right."""
         self.num_drafts += 1
@@ -70,9 +80,13 @@ def add_stats(stats: Sequence[Stats]) -> Stats:
     totals["num_accepted_by_position"] = tuple(
         [sum(counts[i] for counts in by_position if i < len(counts)) for i in range(depth)]
     )
-    for name in ("step_time_us", "num_speculative_tokens"):
+    for name in _LARGEST:
         totals[name] = max([getattr(one, name) for one in stats], default=0)
     return Stats(**totals)
 
 
-_NOT_ADDED = ("num_accepted_by_position", "waited_ms", "step_time_us", "num_speculative_tokens")
+_LARGEST = (
+    "step_time_us", "num_speculative_tokens", "num_expert_plans", "num_expert_failures",
+    "expert_balance_ppm",
+)  # fmt: skip
+_NOT_ADDED = ("num_accepted_by_position", "waited_ms", *_LARGEST)

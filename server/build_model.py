@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -187,9 +188,15 @@ def _packed_files(checkpoint: Checkpoint, placement: ExpertPlacement | None) -> 
         return None
     parent = default_cache_folder() / "packed"
     owned = placement.owned if placement else None
-    experts = f"{owned.start}-{owned.stop}" if owned else "all"
+    experts = _name_of(owned) if owned else "all"
     key = fingerprint(folder, f"{layout}/{checkpoint.dtype}")
     return PackedFiles(parent / key, experts=experts)
+
+
+def _name_of(experts: Sequence[int]) -> str:
+    if isinstance(experts, range):
+        return f"{experts.start}-{experts.stop}"
+    return f"{experts[0]}x{len(experts)}-{zlib.crc32(repr(list(experts)).encode()):08x}"
 
 
 def eos_token_ids_of(checkpoint: Checkpoint) -> frozenset[int]:

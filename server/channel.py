@@ -25,8 +25,10 @@ from whalepod.server.messages import (
     Abort,
     EngineFailed,
     EngineInfo,
+    Experts,
     MessageError,
     Ping,
+    PlaceExperts,
     Pong,
     Recall,
     Recalled,
@@ -150,6 +152,7 @@ class EngineChannel:
         self._socket = socket
         self._info = info
         self._exit_reason = exit_reason
+        self._experts: Experts | None = None
         self._stats = Stats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
         self._failure: str | None = None
         self._queues: dict[str, OutputQueue] = {}
@@ -193,6 +196,11 @@ class EngineChannel:
     def stats(self) -> Stats:
         """The newest counters that the engine sent."""
         return self._stats
+
+    @property
+    def experts(self) -> Experts | None:
+        """Where experts are, if they move."""
+        return self._experts
 
     @property
     def rank_stats(self) -> Mapping[int, Stats]:
@@ -267,6 +275,11 @@ class EngineChannel:
         self._check_well()
         self._send(ResetPrefixCache())
 
+    def place_experts(self, slots: tuple[tuple[int, ...], ...]) -> None:
+        """Have the group place experts so; no slots: as the loads say."""
+        self._check_well()
+        self._send(PlaceExperts(slots=slots))
+
     def _check_well(self) -> None:
         if self._failure is not None:
             raise EngineLost(self._failure)
@@ -320,6 +333,7 @@ class EngineChannel:
         match message:
             case StepOutputs():
                 self._stats = message.stats or self._stats
+                self._experts = message.experts or self._experts
                 for output in message.outputs:
                     if (queue := self._queues.get(output.request_id)) is not None:
                         queue.put(output)

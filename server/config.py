@@ -91,6 +91,42 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EplbConfig:
+    """Whether experts have replicas that move to where load is, and when they do."""
+
+    enable_eplb: Annotated[bool, "move experts between ranks so that all have as much to do"] = (
+        False
+    )
+    num_redundant_experts: Annotated[int, "slots for replicas, over all ranks"] = 0
+    eplb_window_steps: Annotated[int, "steps whose loads a placement is made for"] = 1000
+    eplb_interval_steps: Annotated[int, "steps between two placements"] = 3000
+    eplb_min_gain: Annotated[
+        float, "how much the balancedness of a layer (mean over maximum load) must rise to move it"
+    ] = 0.05
+    eplb_replica_choice: Annotated[
+        Literal["nearest", "hashed", "least-loaded"], "which replica of an expert serves a token"
+    ] = "least-loaded"
+    eplb_step_bytes: Annotated[int, "bytes that a rank moves before a step"] = 8 << 20
+    eplb_trace: Annotated[str | None, "file for the loads of each interval"] = None
+
+    def __post_init__(self) -> None:
+        for name in ("eplb_window_steps", "eplb_interval_steps", "eplb_step_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_redundant_experts < 0:
+            raise ValueError(
+                f"num_redundant_experts must be at least 0, got {self.num_redundant_experts}"
+            )
+        if not 0 <= self.eplb_min_gain <= 1:
+            raise ValueError(f"eplb_min_gain must be in 0..1, got {self.eplb_min_gain}")
+        if self.num_redundant_experts and not self.enable_eplb:
+            raise ValueError(
+                f"num_redundant_experts ({self.num_redundant_experts}) needs enable_eplb: add it, "
+                "or leave both out"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodesConfig:
     """Which machine this is of those that serve a model together."""
 
@@ -129,6 +165,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    eplb: EplbConfig = field(default_factory=EplbConfig)
     structured_outputs_backend: Annotated[
         str, "library that keeps answers to their grammars; llguidance is the only one"
     ] = "llguidance"

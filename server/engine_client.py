@@ -7,7 +7,7 @@ from typing import Protocol
 
 from whalepod.scheduler.plan import SequenceOutput
 from whalepod.scheduler.stats import Stats
-from whalepod.server.messages import EngineInfo, Submit
+from whalepod.server.messages import EngineInfo, Experts, Submit
 
 
 class EngineClient(Protocol):
@@ -26,6 +26,11 @@ class EngineClient(Protocol):
     @property
     def rank_stats(self) -> Mapping[int, Stats]:
         """The newest counters of each rank, by rank; one engine is rank 0."""
+        ...
+
+    @property
+    def experts(self) -> Experts | None:
+        """Where experts are and what load they had; None: they do not move, or did not yet."""
         ...
 
     @property
@@ -51,6 +56,13 @@ class EngineClient(Protocol):
         """Have the engine forget the cached texts that no live request uses, before the next ping.
 
         Raises EngineLost when it is lost already.
+        """
+        ...
+
+    def place_experts(self, slots: tuple[tuple[int, ...], ...]) -> None:
+        """Have the group place experts so before its next step; no slots: as the loads say.
+
+        What does not fit is refused in the engine's log. Raises EngineLost when it is lost already.
         """
         ...
 

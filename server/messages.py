@@ -65,6 +65,14 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceExperts:
+    """Gateway to engine: place experts anew before the next step of the group."""
+
+    slots: tuple[tuple[int, ...], ...] = ()
+    """The expert in each slot, by layer; none: as the loads say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """Gateway to engine: stop after the current step."""
 
@@ -99,12 +107,29 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Where the experts of a group are, of one that moves them."""
+
+    num_ranks: int
+    slots: tuple[tuple[int, ...], ...]
+    """The expert in each slot, by layer; slots of one rank are neighbours; -1: of a lost rank."""
+    tokens: tuple[tuple[int, ...], ...]
+    """What each expert got in the last window that was looked at, by layer."""
+    moved: tuple[tuple[int, int, int, int], ...] = ()
+    """Layer, expert, rank that it came from and rank that it came to, since the last placement."""
+    plans: tuple[tuple[int, float, float, int], ...] = ()
+    """Step, balancedness before and after, slots to change: of the last placements in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
     """Engine to gateway: everything that one step produced."""
 
     outputs: tuple[SequenceOutput, ...]
     stats: Stats | None = None
     """None: those that were sent last are still new enough."""
+    experts: Experts | None = None
+    """None: as it was sent last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +164,7 @@ class EngineFailed:
     message: str
 
 
-ToEngine: TypeAlias = Submit | Abort | Recall | Ping | ResetPrefixCache | Shutdown
+ToEngine: TypeAlias = Submit | Abort | Recall | Ping | ResetPrefixCache | PlaceExperts | Shutdown
 ToGateway: TypeAlias = EngineInfo | StepOutputs | Rejected | Recalled | Pong | EngineFailed
 
 

@@ -16,6 +16,7 @@ from whalepod.ep_comm.rows import RowDtype
 from whalepod.ep_comm.symmetric_heap import GroupConfig, SymmetricHeap, warm_up
 from whalepod.server.build import build_core, new_depth
 from whalepod.server.build_model import Checkpoint, read_checkpoint, startup_errors
+from whalepod.server.cluster.build_balancer import Balancing, new_balancer, plan_balancing
 from whalepod.server.cluster.group_member import GroupMember, HealthMonitor
 from whalepod.server.cluster.group_store import connect_library
 from whalepod.server.cluster.lockstep import Lockstep
@@ -53,7 +54,9 @@ def build_rank(
         checkpoint = read_checkpoint(config)
         exchanged = plan_exchange(checkpoint, assignment)
         heap = SymmetricHeap(exchanged, record_bytes(assignment.num_ranks))
-        dispatcher = _connect(checkpoint, assignment, heap, health, wrap_note(progress.note))
+        balancing = plan_balancing(checkpoint, assignment, heap)
+        note = wrap_note(progress.note)
+        dispatcher = _connect(checkpoint, assignment, heap, balancing, health, note)
         core = build_core(checkpoint, dispatcher)
     core.reseed(f"{config.source.seed}/{assignment.rank}")
     core.info = replace(core.info, transport=assignment.transport)
@@ -66,6 +69,7 @@ def build_rank(
         batch_invariant=config.device.batch_invariant,
         kernels=core.info.kernels,
         num_drafts=max_depth,
+        eplb=config.eplb,
     )
     lockstep = Lockstep(
         max_low_latency_tokens=exchanged.decode_tokens,
@@ -94,17 +98,20 @@ def plan_exchange(checkpoint: Checkpoint, assignment: RankAssignment) -> GroupCo
             f"--expert-parallel-size {num_ranks}: {checkpoint.config.model_type} has no experts "
             "to spread"
         )
-    if gate.num_experts % num_ranks:
+    num_redundant = config.eplb.num_redundant_experts
+    num_slots = gate.num_experts + num_redundant
+    if num_slots % num_ranks:
+        redundant = f" and {num_redundant} redundant ones" if num_redundant else ""
         raise StartupError(
             f"--expert-parallel-size {num_ranks} does not divide the model's "
-            f"{gate.num_experts} experts: choose one that does"
+            f"{gate.num_experts} experts{redundant}: choose one that does"
         )
     limits = config.scheduler
     decode_tokens = limits.max_num_seqs * (1 + _max_depth(config))
     return GroupConfig(
         num_ranks=num_ranks,
         ranks_per_node=assignment.plan.ranks_per_node,
-        num_experts=gate.num_experts,
+        num_experts=num_slots,
         top_k=gate.num_experts_per_token,
         hidden=checkpoint.config.hidden_size,
         decode_tokens=min(decode_tokens, limits.max_num_batched_tokens),
@@ -118,6 +125,7 @@ def _connect(
     checkpoint: Checkpoint,
     assignment: RankAssignment,
     heap: SymmetricHeap,
+    balancing: Balancing | None,
     health: HealthMonitor,
     note: OnProgress,
 ) -> Dispatcher:
@@ -130,13 +138,17 @@ def _connect(
         patience_ms=timeout_ms / 2,
         on_arrival=assignment.events.set_own,
     )
-    group = Group(transport, is_gone=health)
+    group, balancer = Group(transport, is_gone=health), None
+    if balancing is not None:
+        own, num_tokens = Group(transport, is_gone=health), heap.config.max_tokens
+        balancer = new_balancer(checkpoint, assignment, balancing, own, num_tokens, note)
     return Dispatcher(
         group,
         checkpoint.kernels,
         heap.exchanges(group),
         timeouts=Timeouts(timeout_ms),
         on_progress=note,
+        balancer=balancer,
     )
 
 

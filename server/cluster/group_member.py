@@ -11,6 +11,7 @@ import torch
 
 from whalepod.ep_comm.all_gather import AllGather
 from whalepod.ep_comm.dispatcher import Dispatcher
+from whalepod.ep_comm.eplb.reports import NOTHING_MOVES
 from whalepod.ep_comm.group import CallFailed, CallStatus, Group
 from whalepod.ep_comm.handshake import shake_hands
 from whalepod.ep_comm.symmetric_heap import SymmetricHeap
@@ -93,6 +94,17 @@ class GroupMember:
     def _gather_ms(self) -> float:
         return GATHER_PATIENCE * self._dispatcher.timeouts.dispatch_ms
 
+    @property
+    def is_lowest(self) -> bool:
+        """Return whether this is the lowest live rank."""
+        return self.rank == min(self.membership.members, default=self.rank)
+
+    @property
+    def has_all_experts(self) -> bool:
+        """Return whether the members have all experts between them."""
+        balancer = self._dispatcher.balancer
+        return not self.missing or (balancer is not None and balancer.serves)
+
     def join(self) -> None:
         """Become a member, ready to step. The others hear of it at once."""
         self._health.store.join(self.rank)
@@ -120,6 +132,12 @@ class GroupMember:
         self._set_patience(1)
         if not self.missing:
             self._shake_hands()
+        balancer = self._dispatcher.balancer
+        if balancer is not None:
+            deadline_ms = self._control.deadline(self._gather_ms)
+            status = balancer.adopt(self.missing, newest.epoch, deadline_ms)
+            if status.must_stop:
+                self._note_late(status)
 
     def _shake_hands(self) -> None:
         try:
@@ -142,8 +160,10 @@ class GroupMember:
 
         is_asleep  the group sleeps
         """
+        balancer = self._dispatcher.balancer
         record = replace(
             record,
+            balance=NOTHING_MOVES if balancer is None else balancer.report(),
             version=self._version,
             calls=self._dispatcher.num_calls,
             late=frozenset(self._late),
@@ -163,8 +183,13 @@ class GroupMember:
         if isinstance(decision, Remove):
             self._remove(decision)
             return None
+        reports = [record.balance for record in records.values()]
+        if balancer is not None and balancer.must_wait(reports):
+            return None
         if isinstance(decision, Step):
             self._prepare(decision)
+            if balancer is not None:
+                balancer.before_step(reports, self._control.deadline(self._gather_ms))
         return decision
 
     def _prepare(self, step: Step) -> None:

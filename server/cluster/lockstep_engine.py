@@ -18,6 +18,7 @@ from whalepod.ep_comm.handshake import HandshakeError
 from whalepod.mtp.stats import StepRecord
 from whalepod.scheduler.plan import Plan, SequenceOutput, StepResult
 from whalepod.scheduler.stats import Stats
+from whalepod.server.cluster.balancing_messages import BalancingMessages
 from whalepod.server.cluster.deadline import Deadline
 from whalepod.server.cluster.group_member import GroupMember
 from whalepod.server.cluster.lockstep import Park, Step
@@ -27,6 +28,7 @@ from whalepod.server.engine.speculation import step_record
 from whalepod.server.errors import GroupLost, StartupError
 from whalepod.server.messages import (
     EngineInfo,
+    PlaceExperts,
     Pong,
     Rejected,
     StepOutputs,
@@ -77,6 +79,7 @@ class LockstepEngine:
         self._stall_reason = ""
         self._has_run = False
         self.may_sleep = False
+        self._balancing = BalancingMessages(dispatcher.balancer)
 
     @property
     def info(self) -> EngineInfo:
@@ -119,6 +122,8 @@ class LockstepEngine:
             if excuse and isinstance(message, Submit):
                 request_id = message.request_id
                 replies.append(Rejected(request_id=request_id, code="engine_lost", message=excuse))
+            elif isinstance(message, PlaceExperts):
+                self._balancing.place(message)
             else:
                 replies += self._core.receive([message])
         if excuse and self._core.has_work:
@@ -132,7 +137,7 @@ class LockstepEngine:
     @property
     def _stats(self) -> Stats:
         waited_ms = tuple(int(ms) for ms in self._dispatcher.group.wait_ms_R.tolist())
-        return replace(self._core.stats, waited_ms=waited_ms)
+        return self._balancing.add_to(replace(self._core.stats, waited_ms=waited_ms))
 
     def _excuse(self) -> str:
         """Return why requests are refused; "": they wait, or can run."""
@@ -152,14 +157,15 @@ class LockstepEngine:
         outputs += self._take_turn()
         if not outputs and not self._has_run:
             return None
-        return StepOutputs(outputs=tuple(outputs), stats=self._stats)
+        experts = self._balancing.news(is_speaker=self._member.is_lowest)
+        return StepOutputs(outputs=tuple(outputs), stats=self._stats, experts=experts)
 
     def _take_turn(self) -> Sequence[SequenceOutput]:
         member = self._member
         if not member.is_current:
             member.adopt()
             self._is_parked = False
-        if member.missing:
+        if not member.has_all_experts:
             ranks = ", ".join(str(rank) for rank in member.missing)
             self._note_stall(f"rank {ranks} of the group is gone, and its experts with it")
             self.may_sleep = True

@@ -9,13 +9,15 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from whalepod.ep_comm.eplb.reports import NOTHING_MOVES, Report
 from whalepod.mtp.config import MAX_DRAFT_TOKENS
 from whalepod.mtp.stats import StepRecord
 
 _BITS = 62
 """Ranks in one integer of a set of ranks; the sign stays free."""
 _NUM_SCALARS = 6
-_NUM_FIXED = _NUM_SCALARS + 6 + 2 * MAX_DRAFT_TOKENS
+_NUM_STEP = 6 + 2 * MAX_DRAFT_TOKENS
+_NUM_FIXED = _NUM_SCALARS + _NUM_STEP + len(NOTHING_MOVES)
 """Integers of a record, without its set of ranks."""
 
 
@@ -40,6 +42,7 @@ class RankRecord:
     num_drafts  the most drafts that it could use after a row
     late        ranks that did not come to an earlier exchange of this epoch
     last_step   what its last step measured
+    balance     where experts are and how they move
     """
 
     version: int = 0
@@ -49,6 +52,7 @@ class RankRecord:
     num_drafts: int = 0
     late: frozenset[int] = frozenset()
     last_step: StepRecord = field(default_factory=StepRecord)
+    balance: Report = NOTHING_MOVES
 
 
 def record_bytes(num_ranks: int) -> int:
@@ -63,7 +67,7 @@ def to_tensor(record: RankRecord, num_ranks: int) -> Tensor:
     for rank in r.late:
         masks[rank // _BITS] |= 1 << rank % _BITS
     scalars = [r.version, r.outcome, *r.calls, r.num_tokens, r.num_drafts]
-    return torch.tensor([*scalars, *_flat(r.last_step), *masks], dtype=torch.int64)
+    return torch.tensor([*scalars, *_flat(r.last_step), *r.balance, *masks], dtype=torch.int64)
 
 
 def from_tensor(tensor: Tensor) -> RankRecord:
@@ -77,7 +81,8 @@ def from_tensor(tensor: Tensor) -> RankRecord:
         num_tokens=num_tokens,
         num_drafts=num_drafts,
         late=frozenset(_ranks_of(values[_NUM_FIXED:])),
-        last_step=_step_of(values[_NUM_SCALARS:_NUM_FIXED]),
+        last_step=_step_of(values[_NUM_SCALARS : _NUM_SCALARS + _NUM_STEP]),
+        balance=Report(*values[_NUM_SCALARS + _NUM_STEP : _NUM_FIXED]),
     )
 
 

@@ -17,7 +17,7 @@ from whalepod.scheduler.plan import SequenceOutput
 from whalepod.scheduler.stats import Stats, add_stats
 from whalepod.server.channel import EngineChannel
 from whalepod.server.errors import EngineLost, GroupLost, RequestRecalled
-from whalepod.server.messages import EngineInfo, Submit
+from whalepod.server.messages import EngineInfo, Experts, Submit
 
 if TYPE_CHECKING:
     from whalepod.server.cluster.rank_group import RankGroup
@@ -106,6 +106,12 @@ class RankRouter:
         return {number: rank.channel.stats for number, rank in enumerate(self._ranks)}
 
     @property
+    def experts(self) -> Experts | None:
+        """Where experts are, as the lowest live rank said last."""
+        alive = [rank.channel.experts for rank in self._ranks if rank.lost is None]
+        return next((found for found in alive if found is not None), None)
+
+    @property
     def failure(self) -> str | None:
         """Why no request can be served any more; a rank that is being replaced is no failure."""
         return self._failure or self._group.failure
@@ -114,6 +120,13 @@ class RankRouter:
         """Have all ranks forget the cached texts that no live request uses."""
         for rank in self._ranks:
             rank.channel.reset_prefix_cache()
+
+    def place_experts(self, slots: tuple[tuple[int, ...], ...]) -> None:
+        """Tell the lowest live rank; it tells the others."""
+        alive = [n for n in range(len(self._ranks)) if not self._lost_reason(n)]
+        if not alive:
+            raise EngineLost("no rank is alive: " + "; ".join(self._describe_lost()))
+        self._ranks[alive[0]].channel.place_experts(slots)
 
     async def ping(self, timeout_s: float) -> Stats:
         """Return fresh counters from all loops; EngineLost names each rank that did not answer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final, Literal
 
 from fastapi import APIRouter, FastAPI, Request
@@ -17,13 +18,19 @@ from whalepod.server.gateway.gateway import Gateway, gateway_of
 from whalepod.server.gateway.live_requests import RequestIdMiddleware
 from whalepod.server.gateway.schema import AbortRequest, Schema
 
-MAX_BODY_BYTES: Final = 64 * 1024
+MAX_BODY_BYTES: Final = 1024 * 1024
 
 router = APIRouter(route_class=JsonRoute)
 
 
 class LogLevelRequest(Schema):
     level: Literal["debug", "info", "warning", "error"]
+
+
+class PlacementRequest(Schema):
+    """The expert in each slot, by layer; null: as the loads say."""
+
+    slots: list[list[int]] | None = None
 
 
 @router.get("/health")
@@ -75,6 +82,31 @@ async def reset_prefix_cache(request: Request) -> dict[str, object]:
     gateway.engine.reset_prefix_cache()
     stats = await gateway.engine.ping(gateway.config.ready_timeout_s)
     return {"num_cached_blocks": stats.num_cached_blocks}
+
+
+@router.get("/experts")
+async def experts(request: Request) -> dict[str, object]:
+    """Return where experts are and what load they had."""
+    found = gateway_of(request).engine.experts
+    if found is None:
+        raise ApiError("not_found", "experts do not move, or no request was served yet")
+    return asdict(found)
+
+
+@router.post("/experts")
+async def place_experts(request: Request, body: PlacementRequest) -> dict[str, object]:
+    """Move experts to other slots, from the next step on."""
+    engine = gateway_of(request).engine
+    slots = tuple(map(tuple, body.slots or ()))
+    held = None if engine.experts is None else engine.experts.slots
+    if held is not None and slots and [*map(len, slots)] != [*map(len, held)]:
+        raise ApiError(
+            "invalid_request",
+            f"slots must be {len(held)} layers of {len(held[0])}, got {len(slots)} layers of "
+            f"{sorted(set(map(len, slots)))}",
+        )
+    engine.place_experts(slots)
+    return {"num_layers": len(slots)}
 
 
 @router.post("/log_level")

@@ -22,7 +22,7 @@ def cluster_status(gateway: Gateway) -> dict[str, object]:
     `time_s` is a monotonic clock: the difference of two answers' values is the time between them.
     `speculation` and `experts` are null while there is nothing to show.
     """
-    stats = asdict(gateway.engine.stats)
+    stats, experts = asdict(gateway.engine.stats), gateway.engine.experts
     return {
         "time_s": time.monotonic(),
         "version": whalepod.__version__,
@@ -34,7 +34,7 @@ def cluster_status(gateway: Gateway) -> dict[str, object]:
         "errors": _by_label(gateway.metrics.errors),
         "speculation": _speculation(stats),
         "ranks": [{"rank": rank, **asdict(own)} for rank, own in gateway.engine.rank_stats.items()],
-        "experts": None,
+        "experts": None if experts is None else asdict(experts),
     }
 
 

@@ -85,6 +85,10 @@ def _gauges(stats: Stats) -> dict[str, tuple[str, float]]:
             "Tokens guessed ahead in the last step.",
             stats.num_speculative_tokens,
         ),
+        "eplb_balancedness": (
+            "Mean over maximum expert load of the ranks under the last placement; 0: none yet.",
+            stats.expert_balance_ppm / 1e6,
+        ),
     }
 
 
@@ -102,6 +106,13 @@ def _counters(stats: Stats) -> dict[str, tuple[str, float]]:
             "Guesses that were right.",
             stats.num_accepted_tokens,
         ),
+        "eplb_placements": ("Placements of experts.", stats.num_expert_plans),
+        "eplb_failures": ("Moves of experts that were given up.", stats.num_expert_failures),
+        "eplb_slots_changed": (
+            "Slots that another expert moved into.",
+            stats.num_expert_slots_changed,
+        ),
+        "eplb_sent_bytes": ("Bytes of experts sent between ranks.", stats.expert_bytes_sent),
     }
 
 

@@ -12,6 +12,9 @@ from tests.engine.fakes import collect
 from tests.mtp.speculating import EOS, make_models
 from tests.mtp.test_module import MtpOracleWeights
 from whalepod.ep_comm.dispatcher import Dispatcher, ModeName, OnProgress, Timeouts, ignore_progress
+from whalepod.ep_comm.eplb.balancer import BalancerRegions, ExpertBalancer, reserve
+from whalepod.ep_comm.eplb.config import BalancerConfig
+from whalepod.ep_comm.eplb.placement import Slots
 from whalepod.ep_comm.group import Group
 from whalepod.ep_comm.routed_experts import ExpertPlacement
 from whalepod.ep_comm.symmetric_heap import GroupConfig, SymmetricHeap
@@ -59,6 +62,8 @@ class Settings:
     max_model_len: int = 400
     decode_tokens: int = 30
     return_timeout_s: float = 1e9
+    balancing: BalancerConfig | None = None
+    num_redundant: int = 0
 
 
 class SharedWeights(MtpOracleWeights):
@@ -142,7 +147,7 @@ def group_heap(num_ranks: int, settings: Settings) -> SymmetricHeap:
     config_of_group = GroupConfig(
         num_ranks=num_ranks,
         ranks_per_node=num_ranks,
-        num_experts=config.gate.num_experts,
+        num_experts=config.gate.num_experts + settings.num_redundant,
         top_k=config.gate.num_experts_per_token,
         hidden=config.hidden_size,
         decode_tokens=settings.decode_tokens,
@@ -151,6 +156,27 @@ def group_heap(num_ranks: int, settings: Settings) -> SymmetricHeap:
         is_exact=True,
     )
     return SymmetricHeap(config_of_group, record_bytes(num_ranks))
+
+
+def new_slots(num_ranks: int, settings: Settings) -> Slots:
+    gate = shape_of(settings.is_guessing).config.gate
+    assert gate is not None
+    num_physical = gate.num_experts + settings.num_redundant
+    return Slots(
+        num_experts=gate.num_experts, num_physical=num_physical, num_ranks=num_ranks,
+        num_groups=gate.num_groups,
+    )  # fmt: skip
+
+
+def reserve_balancing(heap: SymmetricHeap, settings: Settings) -> BalancerRegions | None:
+    if settings.balancing is None:
+        return None
+    config, kernels = shape_of(settings.is_guessing).config, CpuKernels(is_invariant=True)
+    sizes = 2 * config.moe_intermediate_size, config.hidden_size, config.moe_intermediate_size
+    packed = kernels.pack_experts(torch.zeros(1, *sizes[:2]), torch.zeros(1, *sizes[1:]))
+    slot_bytes = sum(part.nbytes for part in kernels.packed_parts(packed)[0])
+    slots = new_slots(heap.config.num_ranks, settings)
+    return reserve(heap.layout, slots, config.num_layers + 1, slot_bytes)
 
 
 class ModeLog(Dispatcher):
@@ -216,17 +242,25 @@ def new_rank(
     *,
     note: OnProgress = ignore_progress,
     described: Mapping[str, str] | None = None,
+    regions: BalancerRegions | None = None,
 ) -> Rank:
     """Build a rank and let it join."""
     watch = HealthMonitor(store)
     kernels = CpuKernels(is_invariant=True)
     group = Group(transport, is_gone=watch)
+    balancer = None
+    if settings.balancing is not None and regions is not None:
+        balancer = ExpertBalancer(
+            settings.balancing, new_slots(group.num_ranks, settings),
+            Group(transport, is_gone=watch), regions, kernels, num_tokens=settings.chunk,
+        )  # fmt: skip
     dispatcher = ModeLog(
         group,
         kernels,
         heap.exchanges(group, poison_unused=True),
         timeouts=Timeouts(TIMEOUT_MS),
         on_progress=note,
+        balancer=balancer,
     )
     core = new_core(settings, dispatcher, None)
     max_drafts = MAX_DRAFTS if settings.new_depth else 0
@@ -269,6 +303,7 @@ def run_group(
     dead  ranks that end with an exception, and leave without a word: their aborts are lost
     """
     heap = group_heap(num_ranks, settings)
+    regions = reserve_balancing(heap, settings)
     group = LoopbackGroup(num_ranks, heap.layout.num_bytes, seed=seed)
     for transport in group.transports:
         heap.layout.poison(transport.heap)
@@ -277,7 +312,7 @@ def run_group(
 
     def program(transport: Transport) -> Rank:
         note = (notes or {}).get(transport.rank, ignore_progress)
-        rank = new_rank(transport, heap, store, settings, note=note)
+        rank = new_rank(transport, heap, store, settings, note=note, regions=regions)
         if transport.rank in dead:
             rank.dispatcher.abort = lambda: None  # type: ignore[method-assign]
         try:

@@ -408,6 +408,26 @@ def test_the_board_draws_drafts_and_experts_when_there_are_any(page: Page) -> No
     assert second_alpha < 20
 
 
+def test_the_board_shows_ranks_placements_and_moves_of_experts(page: Page) -> None:
+    def answer(route: Route) -> None:
+        board = route.fetch().json()
+        board["experts"] = {
+            "num_ranks": 2, "slots": [[0, 1, 2, 0], [0, 1, 2, 1]], "tokens": [[6, 2, 1], [0, 0, 0]],
+            "plans": [[50, 0.5, 0.75, 3], [100, 0.6, 0.9, 2]],
+            "moved": [[0, 0, 0, 1], [1, 1, 0, 1], [1, 2, 1, 1]],
+        }  # fmt: skip
+        route.fulfill(json=board)
+
+    page.route("**/cluster", answer)
+    page.goto("/#board")
+
+    expect(page.locator(".bars.ranks li b")).to_have_text(["1.11", "0.89"])
+    expect(page.get_by_text("step 100: 0.60 → 0.90, 2 slots to change")).to_be_visible()
+    arrows = page.get_by_role("img", name="moves between ranks")
+    expect(arrows).to_have_accessible_name("moves between ranks: 0 → 1 (2)")
+    expect(arrows.locator("path.right")).to_have_count(1)
+
+
 def test_a_hidden_tab_asks_for_nothing(page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda r: r.url.endswith("/cluster") and asked.append(r.url))

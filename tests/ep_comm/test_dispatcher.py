@@ -168,7 +168,7 @@ def test_a_missing_rank_ends_the_layer_with_an_error_that_names_it() -> None:
             raise RuntimeError("this rank's step failed")
         dispatcher = placed(transport, config, regions)
         dispatcher.timeouts.dispatch_ms = 50.0
-        experts = dispatcher.routed(None, "model.layers.3.mlp")
+        experts = dispatcher.routed(None, "model.layers.3.mlp", lambda expert: None)
         ids_TK, weights_TK = torch.tensor([[0, 1]]), torch.ones(1, 2)
         with pytest.raises(CallFailed, match=r"mlp: dispatch of epoch 1: late: ranks \[1\]"):
             experts(torch.zeros(1, config.hidden), ids_TK, weights_TK)

@@ -9,7 +9,7 @@ from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.plan import SequenceOutput
 from whalepod.scheduler.stats import Stats
 from whalepod.server.engine.core import EngineCore
-from whalepod.server.messages import Abort, EngineInfo, Rejected, ResetPrefixCache, Submit
+from whalepod.server.messages import Abort, EngineInfo, Experts, Rejected, ResetPrefixCache, Submit
 
 
 class CoreUpstream:
@@ -37,6 +37,11 @@ class CoreUpstream:
     @property
     def rank_stats(self) -> dict[int, Stats]:
         return {0: self.stats}
+
+    experts: Experts | None = None
+
+    def place_experts(self, slots: tuple[tuple[int, ...], ...]) -> None:
+        self.placed = slots
 
     def reset_prefix_cache(self) -> None:
         self.core.receive([ResetPrefixCache()])

@@ -12,7 +12,7 @@ from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
 from whalepod.scheduler.stats import Stats
 from whalepod.server.engine.scripted import ScriptFile
 from whalepod.server.errors import EngineLost
-from whalepod.server.messages import EngineInfo, Submit
+from whalepod.server.messages import EngineInfo, Experts, Submit
 from whalepod.server.tokenizer import TextTokenizer
 
 MAX_MODEL_LEN = 512
@@ -71,6 +71,11 @@ class FakeEngine:
 
     def abort_answer(self, request_id: str, index: int) -> None:
         self.aborted_answers.append((request_id, index))
+
+    experts: Experts | None = None
+
+    def place_experts(self, slots: tuple[tuple[int, ...], ...]) -> None:
+        self.placed = slots
 
     def reset_prefix_cache(self) -> None:
         self.stats = replace(self.stats, num_cached_blocks=0)

@@ -48,6 +48,17 @@ def test_a_second_start_maps_what_the_first_made(tmp_path: Path) -> None:
     assert second.linear.address % 64 == 0
 
 
+def test_experts_that_move_are_written_over_in_memory_and_not_in_the_file(tmp_path: Path) -> None:
+    Start(tmp_path / "key")
+    path = tmp_path / "key" / "experts-0-2.safetensors"
+    before, mapped = path.read_bytes(), Start(tmp_path / "key")
+    for part in KERNELS.packed_parts(mapped.experts)[0]:
+        part.zero_()
+    assert path.read_bytes() == before
+    ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    assert not KERNELS.experts(X, ids, weights, mapped.experts).any()
+
+
 def test_a_rank_with_other_experts_shares_the_dense_file(tmp_path: Path) -> None:
     Start(tmp_path / "key")
     assert Start(tmp_path / "key", experts="2-4").num_made == 1

@@ -1,6 +1,7 @@
 // The live board: what /cluster says, as numbers and lines over the last minutes.
 
-import { Chart, HeatMap } from "./chart.js";
+import { Chart } from "./chart.js";
+import { Experts } from "./experts.js";
 import { latencies, rates } from "./poll.js";
 import { html, useMemo } from "./vendor/htm-preact.js";
 
@@ -42,11 +43,7 @@ export function Board({ samples, theme, failure }) {
       <${Ranks} ranks=${now.ranks} />
       <${Facts} now=${now} />
     </div>
-    <section class="card" aria-labelledby="experts"><h3 id="experts">Expert load, layers × experts</h3>
-      ${now.experts
-        ? html`<${HeatMap} tokens=${now.experts.tokens} theme=${theme} />`
-        : html`<p class="empty">This engine does not count tokens per expert yet.</p>`}
-    </section>
+    <${Experts} experts=${now.experts} theme=${theme} />
   </div></main>`;
 }
 
