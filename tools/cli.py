@@ -159,6 +159,11 @@ def make_app() -> App:
         name="bench",
         help="Measure a server, or the engine without one.",
     )
+    app.command(
+        "whalepod.tools.eplb.commands:eplb",
+        name="eplb",
+        help="Look at where experts lie, plan where they should, and move them.",
+    )
     served = partial(command_of, groups=GROUPS, positional=("model",))
     client = partial(command_of, groups=GROUPS, env_fields=CLIENT_ENV)
     for command in (

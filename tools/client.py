@@ -46,10 +46,17 @@ class Client:
 
     def get(self, path: str) -> httpx2.Response:
         """Fetch a path; any HTTP status is an answer. Raises ClientError if no server answers."""
+        return self._request("GET", path)
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx2.Response:
+        """Post a JSON body; the rest is as with `get`."""
+        return self._request("POST", path, json=body)
+
+    def _request(self, method: str, path: str, **rest: Any) -> httpx2.Response:
         import httpx2
 
         try:
-            return self._http.get(path)
+            return self._http.request(method, path, **rest)
         except httpx2.HTTPError as error:
             raise self._unreachable(error) from None
 

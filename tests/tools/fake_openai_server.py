@@ -21,6 +21,8 @@ class FakeServer:
     api_key: str | None = None
     ready: bool = True
     models: list[Any] = field(default_factory=lambda: [{"id": "fake"}])
+    pages: dict[str, Any] = field(default_factory=dict)
+    """What other routes answer, by path; posts to them are noted in `bodies`."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     fail_after: int | None = None
     """Completions after so many get a 503."""
@@ -51,11 +53,16 @@ class FakeServer:
             await self._reply(send, 200 if self.ready else 503, {"reason": "loading"})
         elif path == "/metrics":
             await self._reply(send, 200, METRICS)
+        elif path in self.pages:
+            await self._reply(send, 200, self.pages[path])
         else:
             await self._reply(send, 404, _error(f"no route {path}"))
 
     async def _post(self, path: str, body: dict[str, Any], receive: Any, send: Any) -> None:
         self.bodies.append(body)
+        if path in self.pages:
+            await self._reply(send, 200, {})
+            return
         if self.fail_after is not None and len(self.bodies) > self.fail_after:
             await self._reply(send, 503, _error("the engine is lost"))
             return
