@@ -84,7 +84,7 @@ def test_a_broken_trace_is_an_error_with_line_and_key(
         read_trace(path, 64, limit=10)
 
 
-@pytest.mark.parametrize("profile", ["random", "chat", "retrieval", "agent"])
+@pytest.mark.parametrize("profile", ["random", "chat", "retrieval", "agent", "topics"])
 def test_profiles_are_repeatable_and_covered_by_their_hash_ids(profile: str) -> None:
     workload = WorkloadConfig(profile=profile, num_requests=20, input_len=130)  # type: ignore[arg-type]
     requests = make_requests(workload)
@@ -135,6 +135,26 @@ def test_a_session_arrives_once_and_the_rate_of_requests_holds() -> None:
     assert max(arrivals.values()) / 1e3 == pytest.approx(8000 / 40.0, rel=0.1)
 
 
+def test_a_topic_is_written_in_few_tokens_until_the_next_one_comes(tmp_path: Path) -> None:
+    workload = WorkloadConfig(
+        profile="topics", num_requests=12, num_topics=3, topic_requests=2, topic_tokens=5
+    )
+    requests = make_requests(workload)
+    assert [r.topic for r in requests] == [0, 0, 1, 1, 2, 2] * 2
+    write_trace(tmp_path / "trace", requests)
+    assert read_trace(tmp_path / "trace", 64, 12) == requests
+    words: dict[int, set[int]] = {}
+    for seed in ("one run", "another"):
+        maker = PromptMaker(64, 300, 1000, seed, topic_tokens=5)
+        prompts = [maker.prompt(request) for request in requests]
+        assert len({tuple(prompt) for prompt in prompts}) == 12, "no prompt comes twice"
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert request.topic is not None
+            assert words.setdefault(request.topic, set(prompt)) == set(prompt)
+    assert [len(found) for found in words.values()] == [5, 5, 5]
+    assert len(set.union(*words.values())) > 10
+
+
 def test_low_burstiness_clusters_arrivals() -> None:
     requests = [request(i, length=1) for i in range(2000)]
 
@@ -157,7 +177,7 @@ def test_only_full_blocks_are_shared() -> None:
 
 
 def test_profiles_have_no_block_in_common() -> None:
-    names = ("random", "chat", "retrieval", "agent")
+    names = ("random", "chat", "retrieval", "agent", "topics")
     workloads = [WorkloadConfig(profile=name, num_requests=20) for name in names]  # type: ignore[arg-type]
     ids = [{i for r in make_requests(workload) for i in r.hash_ids} for workload in workloads]
     assert len(set.union(*ids)) == sum(map(len, ids))

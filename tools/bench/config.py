@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from whalepod.tools.client import DEFAULT_URL
 from whalepod.tools.flags import require_positive
 
-ProfileName = Literal["random", "chat", "retrieval", "agent"]
+ProfileName = Literal["random", "chat", "retrieval", "agent", "topics"]
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -26,7 +26,8 @@ class WorkloadConfig:
     profile: Annotated[
         ProfileName,
         "random: fixed lengths; chat: sessions of short turns; retrieval: questions about shared "
-        "documents; agent: a loop over a growing prefix, with pauses",
+        "documents; agent: a loop over a growing prefix, with pauses; topics: as random, of a few "
+        "token ids that change with time, so that load moves between experts",
     ] = "random"
     trace: Annotated[Path | None, "replay this JSONL trace instead of a profile"] = None
     record_trace: Annotated[Path | None, "write what was sent as a JSONL trace"] = None
@@ -41,6 +42,9 @@ class WorkloadConfig:
     turns: Annotated[int, "requests of a session (chat, agent)"] = 8
     turn_len: Annotated[int, "new prompt tokens of each turn or question"] = 64
     num_documents: Annotated[int, "shared documents (retrieval)"] = 4
+    num_topics: Annotated[int, "topics that follow each other, again and again (topics)"] = 4
+    topic_requests: Annotated[int, "requests until the next topic (topics)"] = 32
+    topic_tokens: Annotated[int, "token ids of a topic (topics)"] = 16
     pause_ms: Annotated[int, "mean pause between an answer and the next turn (chat, agent)"] = 200
     min_token_id: Annotated[int, "prompts are random token ids from here ..."] = 300
     max_token_id: Annotated[int, "... to here, both included"] = 1000
@@ -56,6 +60,7 @@ class WorkloadConfig:
                 f"num_documents ({self.num_documents}) must be at least 1, pause_ms "
                 f"({self.pause_ms}) at least 0"
             )
+        require_positive(self, "num_topics", "topic_requests", "topic_tokens")
         if not 0 <= self.min_token_id <= self.max_token_id:
             raise ValueError(
                 f"min_token_id ({self.min_token_id}) must be in 0..max_token_id "

@@ -20,7 +20,7 @@ _PROFILE_STRIDE = 1_000_000_000_000
 def make_requests(workload: WorkloadConfig) -> list[TraceRequest]:
     """Make the requests of a profile, all due at once; sessions keep their own order."""
     rng = random.Random(workload.seed)
-    if workload.profile == "random":
+    if workload.profile in ("random", "topics"):
         return [_single(workload, i) for i in range(workload.num_requests)]
     if workload.profile == "retrieval":
         return [_question(workload, i, rng) for i in range(workload.num_requests)]
@@ -32,7 +32,11 @@ def make_requests(workload: WorkloadConfig) -> list[TraceRequest]:
 
 
 def _single(workload: WorkloadConfig, index: int) -> TraceRequest:
-    return _request(workload, index, 0, workload.input_len, workload.output_len)
+    request = _request(workload, index, 0, workload.input_len, workload.output_len)
+    if workload.profile == "random":
+        return request
+    topic = index // workload.topic_requests % workload.num_topics
+    return replace(request, topic=topic)
 
 
 def _question(workload: WorkloadConfig, index: int, rng: random.Random) -> TraceRequest:

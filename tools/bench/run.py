@@ -161,7 +161,10 @@ class Player:
 
     def _prompts(self, seed: str) -> PromptMaker:
         w = self._config.workload
-        return PromptMaker(w.trace_block, w.min_token_id, w.max_token_id, seed)
+        topic_tokens = w.topic_tokens
+        return PromptMaker(
+            w.trace_block, w.min_token_id, w.max_token_id, seed, topic_tokens=topic_tokens
+        )
 
     def _body(self, prompt: list[int], output_length: int) -> dict[str, Any]:
         body = {

@@ -2,7 +2,8 @@
 
 A line has `timestamp` (ms since the start), `input_length`, `output_length`, `hash_ids` (one per
 block of the prompt: equal ids are equal tokens) and here also `session` (requests of one session
-follow each other) and `pause_ms` (between the last answer of the session and this request).
+follow each other), `pause_ms` (between the last answer of the session and this request) and `topic`
+(whose few token ids the prompt has).
 The last id of a prompt may stand for a block of which only the beginning is used.
 """
 
@@ -26,6 +27,8 @@ class TraceRequest:
     hash_ids: tuple[int, ...]
     session: str | None = None
     pause_ms: float = 0.0
+    topic: int | None = None
+    """Whose token ids the prompt is made of; None: all."""
 
 
 class TraceError(ValueError):
@@ -35,28 +38,41 @@ class TraceError(ValueError):
 class PromptMaker:
     """Turns hash ids into token ids: the same id, seed and range always give the same tokens."""
 
-    def __init__(self, block_tokens: int, min_token_id: int, max_token_id: int, seed: str) -> None:
-        self._block_tokens = block_tokens
+    def __init__(
+        self,
+        block_tokens: int,
+        min_token_id: int,
+        max_token_id: int,
+        seed: str,
+        *,
+        topic_tokens: int = 16,
+    ) -> None:
+        self._block_tokens, self._topic_tokens = block_tokens, topic_tokens
         self._token_ids = list(range(min_token_id, max_token_id + 1))
         self._seed = seed
-        self._blocks: dict[int, list[int]] = {}
+        self._blocks: dict[tuple[int, int | None], list[int]] = {}
 
     def prompt(self, request: TraceRequest) -> list[int]:
         """The token ids of a request's prompt."""
-        tokens = [token for hash_id in request.hash_ids for token in self._block(hash_id)]
+        blocks = [self._block(hash_id, request.topic) for hash_id in request.hash_ids]
+        tokens = [token for block in blocks for token in block]
         return tokens[: request.input_length]
 
     def prepare(self, requests: Iterable[TraceRequest]) -> None:
         """Make all blocks now, so that making prompts costs nothing while times are taken."""
         for request in requests:
             for hash_id in request.hash_ids:
-                self._block(hash_id)
+                self._block(hash_id, request.topic)
 
-    def _block(self, hash_id: int) -> list[int]:
-        if hash_id not in self._blocks:
-            rng = random.Random(f"{self._seed}:{hash_id}")
-            self._blocks[hash_id] = rng.choices(self._token_ids, k=self._block_tokens)
-        return self._blocks[hash_id]
+    def _block(self, hash_id: int, topic: int | None) -> list[int]:
+        key = hash_id, topic
+        if key not in self._blocks:
+            rng, token_ids = random.Random(f"{self._seed}:{hash_id}"), self._token_ids
+            if topic is not None:  # the same in every run
+                num_tokens = min(self._topic_tokens, len(token_ids))
+                token_ids = random.Random(f"topic {topic}").sample(token_ids, num_tokens)
+            self._blocks[key] = rng.choices(token_ids, k=self._block_tokens)
+        return self._blocks[key]
 
 
 def read_trace(path: Path, block_tokens: int, limit: int) -> list[TraceRequest]:
@@ -121,6 +137,7 @@ def _parse(where: str, line: str, block_tokens: int) -> TraceRequest:
         hash_ids=tuple(ids),
         session=None if session is None else str(session),
         pause_ms=_number(where, raw, "pause_ms", default=0.0),
+        topic=None if raw.get("topic") is None else int(_number(where, raw, "topic")),
     )
 
 
