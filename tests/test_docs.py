@@ -13,6 +13,7 @@ DOCUMENTS = [
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "GLOSSARY.md",
+    "docs/expert-balance.md",
     "docs/several-machines.md",
 ]
 

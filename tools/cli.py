@@ -23,6 +23,7 @@ from whalepod.server.cluster.node_plan import NodePlan, plan_nodes
 from whalepod.server.config import (
     DeviceConfig,
     EngineConfig,
+    EplbConfig,
     GatewayConfig,
     ModelSource,
     NodesConfig,
@@ -51,6 +52,7 @@ GROUPS: dict[type | str, str] = {
     SchedulerConfig: "Scheduler",
     SpeculationConfig: "Speculation",
     ParallelConfig: "Parallel",
+    EplbConfig: "Balance of experts",
     NodesConfig: "Machines",
     GatewayConfig: "Server",
     **dict.fromkeys(("api_key", "api_key_file", "cors_allow_origin"), "Access"),
