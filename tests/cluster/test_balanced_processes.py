@@ -117,7 +117,7 @@ def test_item_60_the_others_serve_on_without_a_killed_rank_and_take_it_back(
         async with routed(group) as router:
             asked = asyncio.create_task(ask_all(router, submits, victim))
             await asyncio.sleep(0.3)  # some have begun
-            os.kill(group.process(victim).pid, signal.SIGKILL)
+            os.kill(group.pid(victim), signal.SIGKILL)
             killed_s = time.monotonic()
             for one, wanted in zip(await asked, expected, strict=True):
                 if one is not None:
