@@ -46,6 +46,7 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    """0: the likeliest token."""
     top_k: int = 0
     """0 or -1: no limit."""
     min_p: float = 0.0
@@ -69,7 +70,7 @@ class SamplingParams:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "at least 0")
         self._check("min_tokens", self.min_tokens >= 0, "at least 0")
         self._check("temperature", 0.0 <= self.temperature <= 100.0, "in 0..100")
-        self._check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
+        self._check("top_p", 0.0 <= self.top_p <= 1.0, "in 0..1")
         self._check("top_k", self.top_k >= -1, "-1, 0 or more")
         self._check("min_p", 0.0 <= self.min_p <= 1.0, "in 0..1")
         self._check("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "in -2..2")

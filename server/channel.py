@@ -335,8 +335,9 @@ class EngineChannel:
                 self._stats = message.stats or self._stats
                 self._experts = message.experts or self._experts
                 for output in message.outputs:
-                    if (queue := self._queues.get(output.request_id)) is not None:
-                        queue.put(output)
+                    queue = self._queues.get(output.request_id)
+                    if queue is not None and not queue.put(output):
+                        self._send(Abort(request_id=output.request_id))
             case Pong():
                 self._stats = message.stats
                 pong = self._pings.get(message.nonce)

@@ -207,6 +207,9 @@ class GatewayConfig:
     reasoning_parser: Annotated[str, "auto: what the chat template's model family needs"] = "auto"
     tool_call_parser: Annotated[str, "auto: what the chat template's model family needs"] = "auto"
     max_body_bytes: Annotated[int, "largest accepted request body"] = 4 * 1024 * 1024
+    allow_priority: Annotated[
+        bool, "let requests say how urgent they are (`priority`): those of lower numbers go first"
+    ] = False
     request_timeout_s: Annotated[float, "longest time of one request; 0: any"] = 3600.0
     drain_timeout_s: Annotated[float, "time that a stopping server gives to live requests"] = 30.0
     sse_keep_alive_interval_s: Annotated[float, "a silent stream pings this often"] = 15.0

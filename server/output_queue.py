@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.plan import SequenceOutput
 
+MAX_QUEUED_BYTES = 32 * 1024 * 1024
+"""Memory that outputs may take while they wait for one reader."""
+TOKEN_BYTES = 64
+"""About what a token takes in memory, or one of its alternatives with its log-probability."""
 MAX_QUEUED_OUTPUTS = 64
 """Outputs that wait for one slow reader; later ones are joined to the last of their sequence."""
 
@@ -18,6 +23,7 @@ class OutputQueue:
         self.live = set(range(num_sequences))
         """Answers whose end the reader has not seen."""
         self._outputs: deque[SequenceOutput] = deque()
+        self._num_bytes = 0
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
 
@@ -25,10 +31,22 @@ class OutputQueue:
     def has_failed(self) -> bool:
         return self._error is not None
 
-    def put(self, output: SequenceOutput) -> None:
-        """Queue an output; for a slow reader it is joined to the last of its sequence."""
-        if output.index not in self.live:
-            return  # it was under way when the reader dropped the answer
+    def put(self, output: SequenceOutput) -> bool:
+        """Queue an output; for a slow reader it is joined to the last of its sequence.
+
+        False: too much waits. Nothing is kept any more, and the reader is told.
+        """
+        if output.index not in self.live or self._error is not None:
+            return True  # it was under way when the reader dropped the answer
+        self._num_bytes += _size(output)
+        if self._num_bytes > MAX_QUEUED_BYTES:
+            self._outputs.clear()
+            self.fail(RequestRejected("client_too_slow", "the client reads its answer too slowly"))
+            return False
+        self._append(output)
+        return True
+
+    def _append(self, output: SequenceOutput) -> None:
         if len(self._outputs) >= MAX_QUEUED_OUTPUTS:
             for place in range(len(self._outputs) - 1, -1, -1):
                 if self._outputs[place].index == output.index:
@@ -43,6 +61,7 @@ class OutputQueue:
             return False
         self.live.remove(index)
         self._outputs = deque(output for output in self._outputs if output.index != index)
+        self._num_bytes = sum(map(_size, self._outputs))
         return True
 
     def fail(self, error: Exception) -> None:
@@ -57,6 +76,14 @@ class OutputQueue:
             self._arrived.clear()
             await self._arrived.wait()
         output = self._outputs.popleft()
+        self._num_bytes -= _size(output)
         if output.finish_reason is not None:
             self.live.discard(output.index)
         return output
+
+
+def _size(output: SequenceOutput) -> int:
+    """Return about how many bytes an output takes."""
+    logprobs = (*output.logprobs, *output.prompt_logprobs)
+    num_parts = len(output.token_ids) + sum(1 + len(token.top) for token in logprobs)
+    return num_parts * TOKEN_BYTES

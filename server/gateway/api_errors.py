@@ -26,6 +26,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 STATUS_OF_CODE: dict[str, int] = {
     "invalid_api_key": HTTPStatus.UNAUTHORIZED,
+    "foreign_site": HTTPStatus.FORBIDDEN,
     "model_not_found": HTTPStatus.NOT_FOUND,
     "not_found": HTTPStatus.NOT_FOUND,
     "response_not_found": HTTPStatus.NOT_FOUND,
@@ -34,6 +35,7 @@ STATUS_OF_CODE: dict[str, int] = {
     "request_timeout": HTTPStatus.REQUEST_TIMEOUT,
     "aborted": CLIENT_CLOSED_REQUEST,
     "client_left": CLIENT_CLOSED_REQUEST,
+    "client_too_slow": HTTPStatus.REQUEST_TIMEOUT,
     "queue_full": HTTPStatus.TOO_MANY_REQUESTS,
     "engine_error": HTTPStatus.INTERNAL_SERVER_ERROR,
     "internal_error": HTTPStatus.INTERNAL_SERVER_ERROR,

@@ -19,7 +19,7 @@ from whalepod.server.gateway import (
     routes_server,
 )
 from whalepod.server.gateway.api_errors import install_error_handlers
-from whalepod.server.gateway.auth import ApiKeyMiddleware, read_keys
+from whalepod.server.gateway.auth import ApiKeyMiddleware, LocalSiteMiddleware, read_keys
 from whalepod.server.gateway.gateway import Gateway
 from whalepod.server.gateway.live_requests import LiveRequestMiddleware, RequestIdMiddleware
 from whalepod.server.gateway.openapi import install_docs
@@ -67,6 +67,9 @@ def create_app(
     app.add_middleware(LiveRequestMiddleware, requests=gateway.requests, count=count)
     if keys := read_keys(config.api_key, config.api_key_file):
         app.add_middleware(ApiKeyMiddleware, keys=keys, count=count)
+    elif config.is_local:
+        origins = config.cors_allow_origin
+        app.add_middleware(LocalSiteMiddleware, origins=origins, count=count)
     app.add_middleware(RequestIdMiddleware)
     if config.cors_allow_origin:  # outside of the keys: browsers ask without one first
         app.add_middleware(

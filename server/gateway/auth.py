@@ -1,4 +1,4 @@
-"""API keys: where they come from, and the middleware that asks for one."""
+"""Who may ask: middleware for API keys, and for servers without any."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import hashlib
 import hmac
 import re
 from collections.abc import Callable, Collection, Sequence
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -89,6 +91,48 @@ class ApiKeyMiddleware:
         given = _digest(key or "")
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return matches.index(True) if key is not None and any(matches) else None
+
+
+class LocalSiteMiddleware:
+    """Refuse what pages of other sites make a browser send to a server that asks for no key.
+
+    A page can have its name point to 127.0.0.1, and can post forms anywhere; the Host and the
+    Origin that the browser names give both away.
+    """
+
+    def __init__(
+        self, app: ASGIApp, origins: Collection[str], count: Callable[[str], None]
+    ) -> None:
+        """`origins` are allowed besides those of this machine; "*" allows any."""
+        self._app, self._origins, self._count = app, origins, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fault = self._fault(Headers(scope=scope)) if scope["type"] == "http" else None
+        if fault is None:
+            await self._app(scope, receive, send)
+            return
+        self._count("foreign_site")
+        message = f"{fault} is not of this machine: start the server with --api-key to serve it"
+        await ApiError("foreign_site", message).response(scope)(scope, receive, send)
+
+    def _fault(self, headers: Headers) -> str | None:
+        host = headers.get("host")  # HTTP/1.0 may have none, and no browser speaks that
+        if host is not None and not _is_of_this_machine(f"//{host}"):
+            return f"the host {host[:80]!r}"
+        origin = headers.get("origin")
+        is_known = origin is None or origin in self._origins or "*" in self._origins
+        if origin is not None and not is_known and not _is_of_this_machine(origin):
+            return f"the origin {origin[:80]!r}"
+        return None
+
+
+def _is_of_this_machine(url: str) -> bool:
+    """Return whether a URL names this machine: no other site has these names."""
+    try:
+        name = urlsplit(url).hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _digest(key: str) -> bytes:

@@ -49,7 +49,13 @@ class Gateway:
             reasoning_parser=config.reasoning_parser,
             tool_call_parser=config.tool_call_parser,
         )
-        self.preparation = Preparation(engine.info, tokenizer, default_params, chat_format)
+        self.preparation = Preparation(
+            engine.info,
+            tokenizer,
+            default_params,
+            chat_format,
+            allows_priority=config.allow_priority,
+        )
         self.stored_responses = ResponseStore(MAX_STORED_RESPONSES, MAX_STORED_RESPONSES_BYTES)
         self.grammars = GrammarChecks(tokenizer, engine.info)
         self.model_names: Sequence[str] = config.served_model_name or (engine.info.model_type,)

@@ -12,11 +12,12 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from whalepod.server.gateway.api_errors import CLIENT_CLOSED_REQUEST, ApiError
+from whalepod.server.gateway.connection import ABORT_CONNECTION
 from whalepod.server.gateway.encoder import AnswerEncoder
 from whalepod.server.gateway.events import Event, Failed, fold
 from whalepod.server.gateway.gateway import gateway_of
 from whalepod.server.gateway.generation import PromptRun, generate
-from whalepod.server.gateway.limits import START_WAIT_S
+from whalepod.server.gateway.limits import LAST_EVENT_S, START_WAIT_S
 from whalepod.server.gateway.live_requests import LiveRequest
 from whalepod.server.gateway.timers import RequestTimer
 
@@ -54,6 +55,7 @@ async def answer(
     if stream:
         first = await _first_of(events)
         return EventStreamResponse(
+            live,
             first,
             events,
             encoder,
@@ -89,6 +91,7 @@ class EventStreamResponse(Response):
 
     def __init__(
         self,
+        live: LiveRequest,
         first: asyncio.Task[Event],
         events: AsyncGenerator[Event, None],
         encoder: AnswerEncoder,
@@ -100,7 +103,8 @@ class EventStreamResponse(Response):
         self.background = None
         self.status_code = 200
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._first, self._events, self._encoder = first, events, encoder
+        self._live, self._encoder = live, encoder
+        self._first, self._events = first, events
         self._ping_interval_s = ping_interval_s
         self._count_error = count_error
         self._last_sent_s = 0.0
@@ -110,6 +114,9 @@ class EventStreamResponse(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await _unless_client_leaves(receive, self._write(send, pings))
+        except ApiError as error:  # the client does not take its end either
+            self._count_error(error.code)
+            await _drop_connection(scope, receive)
         finally:
             await _cancel(pings)
             await _cancel(self._first)
@@ -125,7 +132,8 @@ class EventStreamResponse(Response):
     async def _write_event(self, send: Send, event: Event) -> None:
         if isinstance(event, Failed):
             self._count_error(event.error.code)
-        await self._send(send, self._encoder.frames(event))
+        frames = self._encoder.frames(event)
+        await self._live.within_limits(lambda: self._send(send, frames), grace_s=LAST_EVENT_S)
 
     async def _send(self, send: Send, data: bytes) -> None:
         if data:
@@ -155,6 +163,14 @@ async def _unless_client_leaves(
     finally:
         await _cancel(gone)
         await _cancel(task)
+
+
+async def _drop_connection(scope: Scope, receive: Receive) -> None:
+    """End a connection with all that is not sent."""
+    abort: Callable[[], None] | None = scope.get("state", {}).get(ABORT_CONNECTION)
+    if abort is not None:
+        abort()
+        await _wait_for_hangup(receive)
 
 
 async def _wait_for_hangup(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -35,6 +35,13 @@ MAX_HEAD_BYTES = 64 * 1024
 """Of the request line and the headers, as far as they come in several pieces."""
 HEAD_TIMEOUT_S = 20.0
 """The same for the request line and the headers."""
+UNREAD_TIMEOUT_S = 30.0
+"""In this time a client takes at least `MIN_READ_BYTES` of what waits for it, or is cut off."""
+MIN_READ_BYTES = 64 * 1024
+REST_OF_BODY_S = 5.0
+"""How long a body may go on once its request is answered: then the connection is closed."""
+LAST_EVENT_S = 5.0
+"""How long the end of a stream may take to be sent once its request is too late, or aborted."""
 START_WAIT_S = 0.25
 """How long a stream waits for a refusal before it answers 200 and sends its headers."""
 NUM_TOKENIZER_THREADS = 2

@@ -34,6 +34,7 @@ class LiveRequest:
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
         self._error: ApiError | None = None
         self._wait: asyncio.Timeout | None = None
+        self._grace_s = 0.0
 
     def interrupt(self, error: ApiError) -> None:
         """End the request with `error`: at once, or as soon as it waits for an event."""
@@ -41,7 +42,7 @@ class LiveRequest:
             return
         self._error = error
         if self._wait is not None and not self._wait.expired():
-            self._wait.reschedule(asyncio.get_running_loop().time())
+            self._wait.reschedule(asyncio.get_running_loop().time() + self._grace_s)
 
     async def guard(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
         """Yield `events`; when the request is interrupted close them and yield Failed instead."""
@@ -56,12 +57,22 @@ class LiveRequest:
     async def _next(self, events: AsyncGenerator[Event, None]) -> Event | None:
         return await self.within_limits(lambda: anext(events, None))
 
-    async def within_limits(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Return the result of `work`; ApiError when the request is interrupted or too late."""
-        if self._error is not None:
+    async def within_limits(
+        self, work: Callable[[], Awaitable[Result]], *, grace_s: float = 0.0
+    ) -> Result:
+        """Return the result of `work`; ApiError when the request is interrupted or too late.
+
+        `grace_s` lets it take that much longer: the end of an answer must reach its client.
+        """
+        if self._error is not None and not grace_s:
             raise self._error
+        self._grace_s, end_s = grace_s, self._deadline_s
+        if grace_s and end_s is not None:
+            end_s = max(end_s, asyncio.get_running_loop().time()) + grace_s
+        if self._error is not None:
+            end_s = asyncio.get_running_loop().time() + grace_s
         try:
-            async with asyncio.timeout_at(self._deadline_s) as self._wait:
+            async with asyncio.timeout_at(end_s) as self._wait:
                 return await work()
         except TimeoutError:
             if self._wait is None or not self._wait.expired():
@@ -157,7 +168,10 @@ class LiveRequestMiddleware:
 
 
 class RequestIdMiddleware:
-    """Echo a client's X-Request-Id, or make one. It names a request in logs, never inside."""
+    """Echo a client's X-Request-Id, or make one. It names a request in logs, never inside.
+
+    A HEAD is answered as the GET that it asks about: the server sends no body for it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -170,6 +184,8 @@ class RequestIdMiddleware:
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
 
         scope.setdefault("state", {})["request_id"] = request_id
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

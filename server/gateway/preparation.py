@@ -44,10 +44,13 @@ class Preparation:
         tokenizer: TextTokenizer,
         default_params: Mapping[str, Any],
         chat_format: ChatFormat | None = None,
+        *,
+        allows_priority: bool = False,
     ) -> None:
         self._info = info
         self._defaults = dict(default_params)
         self._format = chat_format
+        self._allows_priority = allows_priority
         self.prompts = Prompts(tokenizer, chat_format, info)
         self._cache_salt = CacheSalt()
         self._grammars = GuidedDecoding(chat_format, tokenizer)
@@ -119,6 +122,9 @@ class Preparation:
         **fields: Any,
     ) -> PromptRun:
         """Return the run of one prompt."""
+        if request.priority and not self._allows_priority:
+            message = "priority is not taken from clients here: start with --allow-priority"
+            raise invalid("priority", message)
         submit = Submit(
             request_id=secrets.token_hex(16),
             prompt_token_ids=tuple(token_ids),

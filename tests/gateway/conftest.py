@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from starlette.testclient import TestClient
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.real_gateway import real_gateway
+from tests.gateway.serving import TestClient
 from whalepod.models.synthetic import synthesize
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
@@ -80,7 +80,7 @@ def engine(tokenizer: TextTokenizer) -> FakeEngine:
 
 @pytest.fixture
 def client(engine: FakeEngine, tokenizer: TextTokenizer) -> Iterator[TestClient]:
-    config = GatewayConfig(served_model_name=("tiny",))
+    config = GatewayConfig(served_model_name=("tiny",), allow_priority=True)
     with TestClient(create_app(config, engine, tokenizer)) as client:
         yield client
 

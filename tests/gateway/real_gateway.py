@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.testclient import TestClient
 
 from tests.gateway.core_upstream import CoreUpstream
+from tests.gateway.serving import TestClient
 from tests.scripts import SCRIPT
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.scheduler.config import SchedulerConfig
@@ -60,7 +60,7 @@ def real_gateway(
     )
     tokenizer = TextTokenizer.from_folder(checkpoint, checkpoint / "chat_template.jinja")
     upstream = CoreUpstream(core)
-    config = GatewayConfig(served_model_name=("tiny",))
+    config = GatewayConfig(served_model_name=("tiny",), allow_priority=True)
     yield RealGateway(upstream, tokenizer, create_app(config, upstream, tokenizer))
     assert not core.has_work
     core.check()

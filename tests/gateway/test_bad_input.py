@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 import pytest
-from starlette.testclient import TestClient
 
 from tests.gateway.conftest import write_tokenizer
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import complete, error_of, user
 from tests.work import million_steps_s
 from whalepod.server.config import GatewayConfig
@@ -48,7 +48,7 @@ def chat_error(client: TestClient, status: int = 400, **fields: Any) -> dict[str
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),

@@ -40,7 +40,7 @@ def hang_up(
 ) -> None:
     """Send a request, read this many events of its stream, wait for a condition, and leave."""
     body = orjson.dumps({"model": "tiny", "messages": [user("hi")], **fields})
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:
         client.sendall(head.encode() + body)
         received = b""

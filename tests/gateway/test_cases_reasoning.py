@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from tests.gateway.chat_formats.transcripts import cut_at
 from tests.gateway.conftest import EOS
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.real_gateway import OFF, real_gateway
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import chat, error_of, reasoning_of, stream_chat, text_of, user
 from whalepod.mtp.config import SpeculationConfig
 

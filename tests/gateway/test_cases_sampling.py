@@ -10,11 +10,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from starlette.testclient import TestClient
 
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.real_gateway import MAX_MODEL_LEN, OFF, real_gateway
-from tests.gateway.serving import DEADLINE_S, serving
+from tests.gateway.serving import DEADLINE_S, TestClient, serving
 from tests.gateway.wire import chat, complete, error_of, user
 from whalepod.mtp.config import SpeculationConfig
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from starlette.testclient import TestClient
 
 from tests.gateway.chat_formats.transcripts import block, v31_call
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import (
     calls_of,
     chat,

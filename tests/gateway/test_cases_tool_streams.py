@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from tests.gateway.chat_formats.transcripts import block, cut_at, v3_call, v31_call
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import calls_of, chat, finish_reasons, reasoning_of, stream_chat, text_of
 from whalepod.server.gateway.chat_formats.deepseek_parser import (
     CALL,

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 from hypothesis import given, strategies as st
-from starlette.testclient import TestClient
 
 from tests.gateway.conftest import EOS
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import (
     chat,
     choices_of,

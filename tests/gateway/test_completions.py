@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from starlette.testclient import TestClient
-
 from tests.gateway.conftest import BOS
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import choices_of, complete, post, stream
 
 

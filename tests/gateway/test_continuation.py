@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import (
     chat,
     complete,

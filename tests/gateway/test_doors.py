@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 import whalepod
 from tests.gateway.conftest import BOS
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import chat, complete, error_of, post, user
 from whalepod.scheduler.stats import Stats
 from whalepod.server.config import GatewayConfig

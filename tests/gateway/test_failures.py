@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from starlette.testclient import TestClient
 
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import chat, error_of, finish_reasons, stream_chat, text_of, user
 from tests.scripts import scripted
 from whalepod.scheduler.limits import RequestRejected

@@ -16,10 +16,9 @@ from typing import Any
 import httpx2
 import pytest
 import uvicorn
-from starlette.testclient import TestClient
 
 from tests.gateway.fake_engine import FakeEngine
-from tests.gateway.serving import DEADLINE_S, serving, wait_until
+from tests.gateway.serving import DEADLINE_S, TestClient, serving, wait_until
 from tests.gateway.test_real_server import connect, free_port, request_bytes
 from tests.gateway.wire import chat, error_of, user
 from whalepod.scheduler.params import Constraint
@@ -176,7 +175,7 @@ def test_a_request_that_waits_for_the_grammar_checker_can_leave_or_be_ended(
     assert busy.num_waiting == 0
 
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n"
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:
         client.sendall(head.encode() + b"Authorization: Bearer one\r\n\r\n" + data)
         wait_until(lambda: busy.num_waiting == 1)
@@ -326,7 +325,7 @@ def test_a_drain_that_takes_too_long_tells_the_clients(
             while not engine.running:
                 await asyncio.sleep(0.005)
             os.kill(os.getpid(), signal.SIGTERM)
-            admin_writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            admin_writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             assert b" 200 " in await admin_reader.readline()
             late_writer.write(request_bytes())
             late, answer = await late_reader.read(), await reader.read()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from starlette.testclient import TestClient
 
 from tests.gateway.chat_formats.transcripts import block, cut_at, v31_call
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import named_events
 from tests.scripts import scripted
 from whalepod.scheduler.limits import RequestRejected
@@ -475,7 +475,7 @@ ANSWER_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"metadata": {"user_id": 5}}, "metadata.user_id"),
     (

@@ -6,9 +6,9 @@ import asyncio
 import time
 
 import pytest
-from starlette.testclient import TestClient
 
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.test_doors import metric
 from tests.gateway.wire import chat, complete
 from whalepod.scheduler.stats import Stats

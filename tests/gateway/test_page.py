@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from starlette.testclient import TestClient
 
 import whalepod
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import chat, error_of
 from whalepod.scheduler.stats import Stats
 from whalepod.server.config import GatewayConfig

@@ -41,7 +41,7 @@ def request_bytes(path: str = "/v1/chat/completions", **fields: object) -> bytes
     body = orjson.dumps(
         scripted({"model": "tiny", "messages": [user("hi")], "prompt": "hi", **fields})
     )
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -101,7 +101,7 @@ def test_a_client_that_sends_half_a_request_and_leaves_is_forgotten(
 
 
 def test_an_endless_body_is_cut_off(engine: FakeEngine, port: int) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     answer = b""
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from tests.gateway.conftest import EOS
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import chat, post, reasoning_of, stream_chat, text_of, user
 from whalepod.server.gateway.chat_formats.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
 from whalepod.server.gateway.chat_formats.registry import choose_chat_format

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from starlette.testclient import TestClient
 
 from tests.gateway.chat_formats.transcripts import block, cut_at, v31_call
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import error_of, named_events
 from tests.scripts import scripted
 from whalepod.server.config import GatewayConfig
@@ -199,7 +199,7 @@ def test_usage_has_cached_and_reasoning_tokens(client: TestClient, engine: FakeE
 
     usage = both(client, "why</think>", "Hi")["usage"]
 
-    assert usage["input_tokens_details"] == {"cached_tokens": 3}
+    assert usage["input_tokens_details"] == {"cached_tokens": 3, "cache_write_tokens": 0}
     assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
@@ -560,7 +560,7 @@ SCHEMA = {"type": "json_schema", "name": "s"}
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"include": "x"}, "include"),

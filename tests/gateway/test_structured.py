@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from tests.gateway.real_gateway import real_gateway
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import (
     calls_of,
     chat,

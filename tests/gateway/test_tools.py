@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 import pytest
 from hypothesis import given, strategies as st
-from starlette.testclient import TestClient
 
 from tests.gateway.chat_formats.transcripts import block, cut_at, v3_call, v31_call
 from tests.gateway.conftest import EOS, MARKERS
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.serving import TestClient
 from tests.gateway.wire import (
     calls_of,
     chat,

@@ -17,6 +17,7 @@ from whalepod.server.gateway.chat_encoder import ChatEncoder
 from whalepod.server.gateway.encoder import EncoderOptions
 from whalepod.server.gateway.events import Event, UsageReady
 from whalepod.server.gateway.http_responses import EventStreamResponse
+from whalepod.server.gateway.live_requests import LiveRequest
 from whalepod.server.tokenizer import TextTokenizer, TokenizerPool
 
 DEADLINE_S = 10.0
@@ -48,7 +49,12 @@ def test_b101_a_silent_stream_pings_and_nothing_follows_its_end(tokenizer: TextT
         stream = events()
         first = asyncio.create_task(anext(stream))
         response = EventStreamResponse(
-            first, stream, encoder, ping_interval_s=0.001, count_error=print
+            LiveRequest("", None, "", 0.0),
+            first,
+            stream,
+            encoder,
+            ping_interval_s=0.001,
+            count_error=print,
         )
         async with asyncio.timeout(DEADLINE_S):
             await response({"type": "http"}, never, send)

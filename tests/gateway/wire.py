@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from starlette.testclient import TestClient
 
+from tests.gateway.serving import TestClient
 from tests.scripts import scripted
 
 
