@@ -233,25 +233,35 @@ class IncrementalDetokenizer:
 Result = TypeVar("Result")
 
 
+LARGE_BYTES: Final = 128 * 1024
+"""Requests from this size on take turns: together they hold one thread."""
+
+
 class TokenizerPool:
     """A few threads for work that would hold up the event loop, with a bound on what waits."""
 
     def __init__(self, num_threads: int, max_pending: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="whalepod-tokenizer")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="whalepod-large")
         self._max_pending = max_pending
         self._num_pending = 0
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Return `work()`, computed on a thread; RequestRejected queue_full when too much waits."""
+    async def run(self, work: Callable[[], Result], num_bytes: int = 0) -> Result:
+        """Return `work()`, computed on a thread; RequestRejected queue_full when too much waits.
+
+        `num_bytes` is about the size of what it works on.
+        """
         if self._num_pending >= self._max_pending:
             message = f"{self._num_pending} prompts wait for the tokenizer"
             raise RequestRejected("queue_full", message)
         self._num_pending += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            pool = self._pool if num_bytes < LARGE_BYTES else self._large
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
         finally:
             self._num_pending -= 1
 
     def close(self) -> None:
         """Drop what waits and end the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)

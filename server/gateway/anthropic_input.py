@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Annotated, Any, Final, Literal
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, Field
 
-from whalepod.server.gateway.api_errors import FieldNames, field_names, format_path, invalid
+from whalepod.server.gateway.api_errors import (
+    ApiError,
+    FieldNames,
+    field_names,
+    format_path,
+    invalid,
+)
 from whalepod.server.gateway.body import validate
+from whalepod.server.gateway.history import newest_turn, readable
 from whalepod.server.gateway.limits import (
     MAX_NUM_MESSAGES,
     MAX_NUM_STOPS,
@@ -257,11 +265,15 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
     call_ids: set[str] = set()
     if request.system:
         messages.append({"role": "system", "content": request.system})
+    start = newest_turn([message.role == "assistant" for message in request.messages])
     for i, message in enumerate(request.messages):
-        blocks = [
-            _read_block(block, message.role, ("messages", i, "content", k))
-            for k, block in enumerate(message.content)
-        ]
+        if i < start:
+            blocks = _earlier_blocks(message, call_ids)
+        else:
+            blocks = [
+                _read_block(block, message.role, ("messages", i, "content", k))
+                for k, block in enumerate(message.content)
+            ]
         if message.role == "assistant":
             call_ids.update(block.id for block in blocks if isinstance(block, ToolUseBlock))
             messages.append(_assistant_message(blocks))
@@ -272,6 +284,19 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
         last = f"messages[{len(request.messages) - 1}]"
         raise invalid(last, f"{last}: an assistant message cannot be the last one (no prefill)")
     return messages
+
+
+def _earlier_blocks(message: AnthropicMessage, call_ids: set[str]) -> list[BaseModel]:
+    """Return the blocks of an earlier turn that can be read; nothing of it is refused."""
+    blocks: list[BaseModel] = []
+    for block in message.content:
+        if block.get("type") == "tool_result":
+            if block.get("tool_use_id") not in call_ids:
+                continue
+            block = {**block, "content": readable(block.get("content")) or ""}
+        with suppress(ApiError):
+            blocks.append(_read_block(block, message.role, ()))
+    return blocks
 
 
 def _read_block(block: dict[str, Any], role: str, path: tuple[str | int, ...]) -> BaseModel:

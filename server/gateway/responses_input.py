@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from whalepod.server.gateway.api_errors import FieldNames, field_names, format_path, invalid
+from whalepod.server.gateway.api_errors import (
+    ApiError,
+    FieldNames,
+    field_names,
+    format_path,
+    invalid,
+)
 from whalepod.server.gateway.body import validate
+from whalepod.server.gateway.history import as_arguments, newest_turn, readable
 from whalepod.server.gateway.limits import (
     MAX_METADATA_KEY_CHARS,
     MAX_NUM_MESSAGES,
@@ -89,13 +97,24 @@ class ItemReference(Schema):
     id: ShortText
 
 
+class CustomToolCallItem(Schema):
+    call_id: ShortText
+    name: ShortText
+    input: str
+
+
 ITEM_SCHEMAS: dict[str, type[BaseModel]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
+    "custom_tool_call": CustomToolCallItem,
+    "custom_tool_call_output": FunctionCallOutputItem,
     "reasoning": ReasoningItem,
     "item_reference": ItemReference,
 }
+
+_TRACES: Final = re.compile(r"\w+_(?:call|call_output|output|tools|request|response)|compaction\w*")
+"""Items of tools that a service runs: declared they are ignored, and so are their traces."""
 
 
 class ResponseFunction(Schema):
@@ -228,8 +247,18 @@ class _Conversation:
         self.messages: list[dict[str, Any]] = []
         self._call_ids: set[str] = set()
 
-    def add(self, item: object, path: tuple[str | int, ...]) -> None:
-        """Add an item; `path` is its place in the request."""
+    def add(self, item: object, path: tuple[str | int, ...], *, is_earlier: bool) -> None:
+        """Add an item; `path` is its place in the request.
+
+        Of an earlier turn only what can be read is taken, and nothing is refused.
+        """
+        try:
+            self._add(_forgiven(item) if is_earlier else item, path)
+        except ApiError:
+            if not is_earlier:
+                raise
+
+    def _add(self, item: object, path: tuple[str | int, ...]) -> None:
         match read_item(item, path):
             case MessageItem(role="assistant", content=content):
                 self._assistant("content", "tool_calls")["content"] = content
@@ -240,14 +269,19 @@ class _Conversation:
                     turn = self._assistant("reasoning_content", "content", "tool_calls")
                     turn["reasoning_content"] = text
             case FunctionCallItem() as call:
-                self._call_ids.add(call.call_id)
-                function = {"name": call.name, "arguments": call.arguments}
-                entry = {"id": call.call_id, "type": "function", "function": function}
-                self._assistant().setdefault("tool_calls", []).append(entry)
+                self._call(call.call_id, call.name, call.arguments)
+            case CustomToolCallItem() as call:
+                self._call(call.call_id, call.name, as_arguments(call.input))
             case FunctionCallOutputItem(call_id=call_id, output=output):
                 self._check_call_id(call_id, path)
                 message = {"role": "tool", "tool_call_id": call_id, "content": output}
                 self.messages.append(message)
+
+    def _call(self, call_id: str, name: str, arguments: str) -> None:
+        self._call_ids.add(call_id)
+        function = {"name": name, "arguments": arguments}
+        entry = {"id": call_id, "type": "function", "function": function}
+        self._assistant().setdefault("tool_calls", []).append(entry)
 
     def _assistant(self, *taken: str) -> dict[str, Any]:
         """Return the assistant's message to go on with: one that has none of `taken` yet."""
@@ -264,16 +298,39 @@ class _Conversation:
 
 
 def read_item(item: object, path: tuple[str | int, ...]) -> object:
-    """Return a checked item; ApiError names what is wrong below `path`."""
-    kind = "message"
-    if isinstance(item, dict):
-        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+    """Return a checked item, None for one that is passed over; ApiError names what is wrong."""
+    kind = _kind_of(item)
+    if kind not in ITEM_SCHEMAS and isinstance(kind, str) and _TRACES.fullmatch(kind):
+        return None
     schema = ITEM_SCHEMAS.get(kind) if isinstance(kind, str) else None
     if schema is None:
         param = format_path((*path, "type"))
         known = ", ".join(ITEM_SCHEMAS)
         raise invalid(param, f"{param}: items of type {str(kind)[:40]!r} are not among {known}")
     return validate(schema, item, path)
+
+
+def _kind_of(item: object) -> object:
+    if not isinstance(item, dict):
+        return "message"
+    return item.get("type") or ("message" if "role" in item else "item_reference")
+
+
+def _forgiven(item: object) -> object:
+    """Return an item of an earlier turn without parts that are no text."""
+    names = {"message": "content", "function_call_output": "output"}
+    name = names.get(str(_kind_of(item)).replace("custom_tool", "function"))
+    if not isinstance(item, dict) or name is None:
+        return item
+    return {**item, name: readable(item.get(name)) or ""}
+
+
+def _is_answer(item: object) -> bool:
+    """Return whether an item is a model's."""
+    kind = _kind_of(item)
+    if kind == "message":
+        return isinstance(item, dict) and item.get("role") == "assistant"
+    return kind == "reasoning" or (isinstance(kind, str) and kind.endswith("_call"))
 
 
 def _messages(
@@ -283,9 +340,10 @@ def _messages(
     if request.instructions is not None:
         conversation.messages.append({"role": "system", "content": request.instructions})
     for item in earlier_items:
-        conversation.add(item, ("previous_response_id",))
+        conversation.add(item, ("previous_response_id",), is_earlier=True)
+    start = newest_turn([_is_answer(item) for item in items])
     for i, item in enumerate(items):
-        conversation.add(item, ("input", i))
+        conversation.add(item, ("input", i), is_earlier=i < start)
     if not conversation.messages:
         raise invalid("input", "input has nothing to answer to")
     return conversation.messages
@@ -295,12 +353,12 @@ def resolved(items: Sequence[Item], find_item: Callable[[str], Item | None]) -> 
     """Return the items with what their references name; ApiError for one that names nothing."""
     whole = []
     for i, item in enumerate(items):
-        checked = read_item(item, ("input", i))
-        if isinstance(checked, ItemReference):
-            found = find_item(checked.id)
+        if _kind_of(item) == "item_reference":
+            reference = validate(ItemReference, item, ("input", i))
+            found = find_item(reference.id)
             if found is None:
                 param = f"input[{i}].id"
-                raise invalid(param, f"{param}: no stored item has the id {checked.id[:80]!r}")
+                raise invalid(param, f"{param}: no stored item has the id {reference.id[:80]!r}")
             item = found
         whole.append(item)
     return whole

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from whalepod.server.gateway.history import forgiving
 from whalepod.server.gateway.limits import (
     MAX_NUM_CHOICES,
     MAX_NUM_LOGIT_BIASES,
@@ -146,7 +147,11 @@ class Message(Schema):
     """DeepSeek's: the answer continues this message, which must be the last one."""
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_NUM_MESSAGES)]
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_NUM_MESSAGES),
+    BeforeValidator(forgiving, json_schema_input_type=list[Message]),
+]
 
 
 class TemplateFields(Schema):

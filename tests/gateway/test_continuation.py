@@ -87,7 +87,6 @@ def test_the_answer_goes_on_where_the_message_stopped(
     "messages",
     [
         [assistant("a")],
-        [assistant("a"), user("hi")],
         [user("hi"), {**user("a"), "prefix": True}],
         [user("hi"), assistant("a", reasoning="without thinking")],
         [

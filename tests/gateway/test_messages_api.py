@@ -434,14 +434,6 @@ PROMPT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"messages": turns({**RESULT, "content": [IMAGE]})}, "messages[2].content[0].content: image"),
     ({"messages": turns()[:2]}, "messages[1]: an assistant message cannot be the last"),
     ({"messages": [user("explode")]}, "no explosions"),
-    (
-        {"messages": [{"role": "assistant", "content": [{**USE, "input": "{}"}]}, user("x")]},
-        "messages[0].content[0].input",
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}, user("x")]},
-        "messages[0].content[0].thinking",
-    ),
     ({"system": 5}, "system"),
     ({"system": [IMAGE]}, "system: image"),
     ({"tools": {}}, "tools"),

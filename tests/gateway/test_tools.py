@@ -285,13 +285,9 @@ def turns(*calls: dict[str, Any], **result: Any) -> list[dict[str, Any]]:
         ({"messages": turns()}, "messages[2].tool_call_id"),
         ({"messages": turns(call(), tool_call_id="other")}, "messages[2].tool_call_id"),
         ({"messages": turns(call(), tool_call_id=None)}, "messages[2].tool_call_id"),
-        ({"messages": turns({"id": "call_1"})}, "messages[1].tool_calls[0].function"),
-        ({"messages": turns(call(5))}, "messages[1].tool_calls[0].function.arguments"),
-        (
-            {"messages": turns({"id": "c", "function": {"name": 1}})},
-            "messages[1].tool_calls[0].function.name",
-        ),
-        ({"messages": turns({"function": {"name": "w"}})}, "messages[1].tool_calls[0].id"),
+        ({"messages": turns({"id": "call_1"})}, "messages[2].tool_call_id"),
+        ({"messages": turns({"id": "c", "function": {"name": 1}})}, "messages[2].tool_call_id"),
+        ({"messages": turns({"function": {"name": "w"}})}, "messages[2].tool_call_id"),
         ({"messages": [user("hi") | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ],
 )
