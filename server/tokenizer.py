@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import orjson
 from transformers import PreTrainedTokenizerFast
 
-from whalepod.scheduler.limits import RequestRejected
+from whalepod.scheduler.limits import RequestRejected, prompt_too_long
 from whalepod.server.errors import StartupError
 from whalepod.server.token_bytes import bytes_of_tokens
 
@@ -104,11 +104,13 @@ class TextTokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_arguments: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Render the chat template and return its tokens, with one BOS.
 
         Text of users and tools never becomes a special token: <｜Assistant｜> in a message is
-        encoded as its letters. Raises RequestRejected when the template refuses.
+        encoded as its letters. Raises RequestRejected when the template refuses, or when more than
+        `max_tokens` would come out, as far as that is known without encoding.
         """
         if not self.has_chat_template:
             raise RequestRejected(
@@ -129,6 +131,7 @@ class TextTokenizer:
         except Exception as error:  # a template is code: it can fail in any way
             message = f"the chat template refuses these messages: {error}"
             raise RequestRejected("invalid_request", message, "messages") from error
+        self.check_length(str(rendered), max_tokens, "messages")
         runs = str(rendered).split(_BREAK)
         return self._with_one_bos([token_id for run in runs for token_id in self._encode(run)])
 
@@ -160,8 +163,19 @@ class TextTokenizer:
         """Return a lower bound of the tokens of `text`, without encoding it."""
         return -(-len(text.encode()) // self._longest_token_bytes)
 
+    def check_length(self, text: str, max_tokens: int | None, param: str) -> None:
+        """Refuse a text that cannot fit before seconds are spent on encoding it.
+
+        Raises RequestRejected that names the field `param`.
+        """
+        fewest = self.fewest_tokens(text)
+        if max_tokens is not None and fewest > max_tokens:
+            raise prompt_too_long(f"at least {fewest}", max_tokens, param)
+
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.transformers.encode(text, add_special_tokens=False)
+        # of a batch, since it gives the interpreter's lock away; no offsets: three times as fast
+        backend = self.transformers.backend_tokenizer
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def _with_one_bos(self, token_ids: list[int]) -> list[int]:

@@ -36,7 +36,7 @@ class JsonRoute(APIRoute):
     """A route whose body is read within bounds and decoded strictly before FastAPI checks it.
 
     What the body claims to be does not matter: it must be JSON. The application's state holds its
-    bound, `max_body_bytes`.
+    bound, `max_body_bytes`; the request's state gets `num_body_bytes`.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -45,8 +45,9 @@ class JsonRoute(APIRoute):
             return handle
 
         async def handle_json(request: Request) -> Response:
-            data = parse_json(await read_body(request, request.app.state.max_body_bytes))
-            return await handle(_DecodedRequest(request, check_object(data)))
+            body = await read_body(request, request.app.state.max_body_bytes)
+            request.state.num_body_bytes = len(body)
+            return await handle(_DecodedRequest(request, check_object(parse_json(body))))
 
         return handle_json
 

@@ -30,10 +30,12 @@ async def answer(
     new_encoder: Callable[[list[PromptRun]], AnswerEncoder],
     *,
     stream: bool | None,
+    num_stored_bytes: int = 0,
 ) -> Response:
     """Answer a request with the events of its runs, in the form of its API.
 
     The runs are made on a thread, and go to the engine once their grammars are known to compile.
+    `num_stored_bytes` is the size of what they are made of beside the body.
     A client that leaves closes the events, which aborts in the engine. Raises ApiError when the
     request is too late, interrupted, or its client has left.
     """
@@ -42,7 +44,8 @@ async def answer(
     timer = RequestTimer(gateway.metrics, arrived_s=live.arrived_s)
 
     async def checked() -> list[PromptRun]:
-        runs = await gateway.tokenizer_pool.run(make_runs)
+        num_bytes = request.state.num_body_bytes + num_stored_bytes
+        runs = await gateway.tokenizer_pool.run(make_runs, num_bytes)
         if any(run.submit.params.constraint for run in runs):
             await gateway.grammars.check(runs)
         return runs

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerFast
 
-from whalepod.scheduler.limits import prompt_too_long
 from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.chat_formats.interface import ChatFormat, Start
 from whalepod.server.gateway.schema import Message, TemplateFields
@@ -38,7 +37,7 @@ class Prompts:
     def raw(self, prompt: str | list[int]) -> list[int]:
         """Return the tokens of a raw prompt, checked against vocabulary and context."""
         if isinstance(prompt, str):
-            self._refuse_hopeless_text([prompt], "prompt")
+            self._tokenizer.check_length(prompt, self._info.max_model_len, "prompt")
             token_ids = self._tokenizer.encode(prompt)
         else:
             token_ids = prompt
@@ -64,12 +63,12 @@ class Prompts:
         tools = [tool for tool in fields.tools or () if tool.get("type") == "function"]
         if choice and choice.mode == "none":
             tools = []
-        self._refuse_hopeless_text([m.content or "" for m in messages], "messages")
         return self._tokenizer.encode_chat(
             [_template_message(message, as_objects=as_objects) for message in messages],
             tools=tools or None,
             add_generation_prompt=fields.add_generation_prompt is not False,
             template_arguments=_template_arguments(fields),
+            max_tokens=self._info.max_model_len,
         )
 
     def _continued(
@@ -105,12 +104,6 @@ class Prompts:
         for bound in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= bound < limit:
                 raise invalid(param, f"{param}: token id {bound} is outside of 0..{limit - 1}")
-
-    def _refuse_hopeless_text(self, texts: Sequence[str], param: str) -> None:
-        """Refuse a text that cannot fit before the tokenizer spends seconds on it."""
-        fewest = sum(map(self._tokenizer.fewest_tokens, texts))
-        if fewest > self._info.max_model_len:
-            raise prompt_too_long(f"at least {fewest}", self._info.max_model_len, param)
 
 
 def check_history(messages: Sequence[Message]) -> None:

@@ -73,6 +73,10 @@ class ResponseStore:
             response=response, input_items=input_items, earlier_items=earlier_items
         )
 
+    def size(self, owner: str | None, response_id: str) -> int:
+        """Return the bytes of an answer; 0 when there is none."""
+        return len(self._entries.get(_key(owner, response_id), b""))
+
     def delete(self, owner: str | None, response_id: str) -> bool:
         """Forget an answer; False when there was none."""
         return self._drop(_key(owner, response_id))
@@ -127,6 +131,8 @@ class ResponseContext:
         self._store = store
         self._body = body
         self._owner = owner
+        self.num_bytes = store.size(owner, body.previous_response_id or "")
+        """Size of the conversation that goes on."""
         self.earlier_items = self._earlier(body.previous_response_id)
         self.items = resolved(body.input, self._find_item)
 

@@ -55,6 +55,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, 
         chat = validate(ChatRequest, prompt_fields(body))
         choice = read_choice(chat.tool_choice, read_functions(chat.tools))
         token_ids = await gateway.tokenizer_pool.run(
-            lambda: gateway.preparation.prompts.chat(chat.messages, chat, choice)
+            lambda: gateway.preparation.prompts.chat(chat.messages, chat, choice),
+            request.state.num_body_bytes,
         )
     return {"input_tokens": len(token_ids)}

@@ -49,7 +49,10 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
         )
 
     with errors_in(CHAT_NAMES):
-        return await answer(request, chat, new_encoder, stream=body.stream)
+        num_bytes = context.num_bytes
+        return await answer(
+            request, chat, new_encoder, stream=body.stream, num_stored_bytes=num_bytes
+        )
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)

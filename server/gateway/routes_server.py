@@ -70,7 +70,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, object]
     """Return the tokens of a prompt or of a rendered conversation."""
     gateway = gateway_of(request)
     gateway.check_model(body.model)
-    return await gateway.tokenizer_pool.run(lambda: _tokenized(gateway, body))
+    return await gateway.tokenizer_pool.run(
+        lambda: _tokenized(gateway, body), request.state.num_body_bytes
+    )
 
 
 @router.post("/detokenize")
@@ -81,7 +83,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, obj
     gateway.preparation.prompts.check_vocabulary(body.tokens, "tokens")
     skip = bool(body.skip_special_tokens)
     text = await gateway.tokenizer_pool.run(
-        lambda: gateway.tokenizer.decode(body.tokens, skip_special_tokens=skip)
+        lambda: gateway.tokenizer.decode(body.tokens, skip_special_tokens=skip),
+        request.state.num_body_bytes,
     )
     return {"prompt": text}
 
@@ -92,6 +95,8 @@ def _tokenized(gateway: Gateway, body: TokenizeRequest) -> dict[str, object]:
     if body.messages is not None:
         token_ids = gateway.preparation.prompts.chat(body.messages, body)
     else:
+        limit = gateway.engine.info.max_model_len
+        gateway.tokenizer.check_length(body.prompt or "", limit, "prompt")
         adds_bos = body.add_special_tokens is not False
         token_ids = gateway.tokenizer.encode(body.prompt or "", adds_bos=adds_bos)
     answer: dict[str, object] = {

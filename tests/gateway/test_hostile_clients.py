@@ -25,7 +25,7 @@ from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.connection import TimedHttpProtocol
 from whalepod.server.output_queue import MAX_QUEUED_BYTES, OutputQueue
-from whalepod.server.tokenizer import TextTokenizer
+from whalepod.server.tokenizer import LARGE_BYTES, TextTokenizer, TokenizerPool
 
 
 @contextmanager
@@ -287,3 +287,86 @@ def test_N033_a_head_is_answered_like_a_get_without_a_body(client: TestClient, p
 
 def test_N033_a_head_of_a_route_that_generates_is_405(client: TestClient) -> None:
     assert client.head("/v1/chat/completions").status_code == 405
+
+
+LONG = "word " * 200_000
+TOOL = {"type": "function", "function": {"name": "w", "description": LONG}}
+CALL = {"id": "c", "type": "function", "function": {"name": "w", "arguments": LONG}}
+BULKS: dict[str, dict[str, Any]] = {
+    "content": {"messages": [user(LONG)]},
+    "a description": {"messages": [user("hi")], "tools": [TOOL]},
+    "arguments": {
+        "messages": [
+            user("hi"),
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "x"},
+        ]
+    },
+    "many messages": {"messages": [user("word " * 1000)] * 200},
+}
+TEMPLATE = (
+    "{{ tools }}{% for m in messages %}{{ m.content }}{{ m.tool_calls }}"
+    "{% endfor %}<\uff5cAssistant\uff5c></think>"
+)
+
+
+@pytest.mark.parametrize("bulk", BULKS.values(), ids=BULKS.keys())
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_I40_all_text_of_a_request_is_bounded_before_it_is_encoded(
+    client: TestClient,
+    tokenizer: TextTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    bulk: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(tokenizer.transformers, "chat_template", TEMPLATE)
+    monkeypatch.setattr(tokenizer, "_encode", lambda text: pytest.fail(f"{len(text)} encoded"))
+
+    error = error_of(client.post(path, json={"model": "tiny", **bulk}), 400)
+
+    assert "at least" in error["message"]
+
+
+def test_I40_large_requests_leave_a_thread_to_small_ones() -> None:
+    release = threading.Event()
+
+    async def run() -> None:
+        pool = TokenizerPool(num_threads=1, max_pending=100)
+        large = [asyncio.create_task(pool.run(release.wait, LARGE_BYTES)) for _ in range(8)]
+        async with asyncio.timeout(DEADLINE_S):
+            assert await pool.run(lambda: 7, LARGE_BYTES - 1) == 7
+        release.set()
+        assert await asyncio.gather(*large) == [True] * 8
+        pool.close()
+
+    asyncio.run(run())
+
+
+def test_I40_routes_tell_the_size_of_their_work(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    pool = client.app.state.gateway.tokenizer_pool  # type: ignore[attr-defined]
+    run = pool.run
+
+    async def noting(work: Any, num_bytes: int = 0) -> Any:
+        sizes.append(num_bytes)
+        return await run(work, num_bytes)
+
+    monkeypatch.setattr(pool, "run", noting)
+    hi = {"model": "tiny", "messages": [user("hi")], "max_tokens": 3}
+    for path, fields in {
+        "/v1/chat/completions": hi,
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/messages": hi,
+        "/v1/messages/count_tokens": hi,
+        "/tokenize": {"prompt": "hi"},
+        "/detokenize": {"tokens": [1, 2]},
+    }.items():
+        assert client.post(path, json={"model": "tiny", **fields}).status_code == 200
+        assert sizes.pop() > 10
+    first = client.post("/v1/responses", json={"model": "tiny", "input": "x" * 100}).json()
+    size = sizes.pop()
+    more = {"model": "tiny", "input": "x", "previous_response_id": first["id"]}
+    assert client.post("/v1/responses", json=more).status_code == 200
+    assert sizes.pop() > size > 100
