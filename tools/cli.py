@@ -238,7 +238,12 @@ def run_app(app: App, arguments: Sequence[str] | None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        return app(words, exit_on_error=False, print_error=False) or 0
+        code = app(words, exit_on_error=False, print_error=False) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # a reader that has seen enough, like `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        return 0
     except (UsageError, CycloptsError) as error:
         message, code = f"{_sentence(error)} (see `{_command(app, words)} --help`)", 2
         cause: Exception = error

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,22 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
 def test_debug_shows_the_traceback_of_an_error() -> None:
     with pytest.raises(FileNotFoundError):
         cli.main(["replay", "/nonexistent/journal", "--debug"])
+
+
+def test_a_reader_may_leave_before_the_end_of_the_output() -> None:
+    program = "import sys; from whalepod.tools.cli import main; sys.exit(main(['flags']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_error_is_one_sentence_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

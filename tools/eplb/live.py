@@ -89,12 +89,12 @@ def show(config: ShowConfig) -> int:
         while True:
             placement, load_LE, plans = _what_to_show(config, client)
             check_fit(placement, load_LE)
+            if config.out is not None:
+                write_heat_map(config.out, placement, load_LE, _headline(placement, load_LE))
             if config.json:
                 print(json.dumps(_as_json(placement, load_LE, plans)), flush=True)
             else:
                 print(describe(placement, load_LE, plans), flush=True)
-            if config.out is not None:
-                write_heat_map(config.out, placement, load_LE, _headline(placement, load_LE))
             if not config.watch_s:
                 break
             time.sleep(config.watch_s)
