@@ -59,6 +59,11 @@ def build_engine(config: EngineConfig) -> EngineCore:
             f"expert_parallel_size is {config.parallel.expert_parallel_size}, and this is one "
             "engine: ranks are started by `whalepod serve`"
         )
+    if config.eplb.enable_eplb:
+        raise StartupError(
+            "--enable-eplb moves experts between ranks, and this is one engine: add "
+            "--expert-parallel-size, or leave it out"
+        )
     with startup_errors():
         return build_core(read_checkpoint(config))
 

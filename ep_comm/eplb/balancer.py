@@ -24,10 +24,10 @@ from whalepod.ep_comm.eplb.config import BalancerConfig
 from whalepod.ep_comm.eplb.dispatch_map import columns, look_up, new_table
 from whalepod.ep_comm.eplb.migration import LayerMove, LayerPlan, SlotBytes, StagingRegions
 from whalepod.ep_comm.eplb.placement import Slots, balancedness, count_replicas
-from whalepod.ep_comm.eplb.plan import plan_placement
+from whalepod.ep_comm.eplb.plan import next_part, plan_placement
 from whalepod.ep_comm.eplb.policy import Ints, Loads
 from whalepod.ep_comm.eplb.recorder import LoadRecorder
-from whalepod.ep_comm.eplb.reports import BalancerStats, Moved, Phase, PlanRecord, Report
+from whalepod.ep_comm.eplb.reports import BalancerStats, Moved, Phase, PlanRecord, Report, agree
 from whalepod.ep_comm.group import CallStatus, Group
 from whalepod.ep_comm.heap import HeapLayout
 from whalepod.ep_comm.routed_experts import LoadExpert
@@ -261,7 +261,7 @@ class ExpertBalancer:
         self._step += 1
         self.recorder.end_step()
         move = self.move
-        if move is not None and all(r.phase == Phase.STAGED for r in reports) and _agree(reports):
+        if move is not None and all(r.phase == Phase.STAGED for r in reports) and agree(reports):
             self._commit(move)  # what fails here leaves a slot half written: it ends this rank
         else:
             self._prepare(reports, deadline_ms)
@@ -269,7 +269,7 @@ class ExpertBalancer:
         self.stats.stall_ms += 1e3 * (time.monotonic() - start_s)
 
     def _prepare(self, reports: Sequence[Report], deadline_ms: float) -> None:
-        if any(report.phase == Phase.FAILED for report in reports) or not _agree(reports):
+        if any(report.phase == Phase.FAILED for report in reports) or not agree(reports):
             self.stats.num_failures += 1
             self._forget_move()
             return
@@ -332,7 +332,7 @@ class ExpertBalancer:
         self._next_layer()
 
     def _next_layer(self) -> None:
-        """Begin with the next layer that changes, or end."""
+        """Begin with the next part of a layer that changes, or end."""
         assert self._planned_LP is not None
         changed_L = (self._planned_LP != self.contents_LP).any(axis=1)
         if not changed_L.any():
@@ -340,11 +340,14 @@ class ExpertBalancer:
             self._make_tables(range(len(self.layers)))
             return
         layer = int(changed_L.argmax())
+        old_P, max_changes = (
+            self.contents_LP[layer],
+            self.config.step_bytes // self.regions.staging.slot_bytes,
+        )
+        new_P = next_part(old_P, self._planned_LP[layer], self.slots, max(max_changes, 1))
         self.move = LayerMove(
             self._control, self.regions.staging, self.slots, self.layers[layer].content,
-            LayerPlan(
-                self._base + self._number, layer, self.contents_LP[layer], self._planned_LP[layer]
-            ),
+            LayerPlan(self._base + self._number, layer, old_P, new_P),
             self.config.step_bytes,
         )  # fmt: skip
 
@@ -358,7 +361,7 @@ class ExpertBalancer:
         changed_P = self.contents_LP[layer] != new_P
         self.contents_LP[layer] = new_P
         self._make_tables([layer])
-        self.stats.num_layers_moved += 1
+        self.stats.num_swaps += 1
         self.stats.moved += [
             Moved(
                 move.plan.layer,
@@ -368,7 +371,9 @@ class ExpertBalancer:
             )
             for source, target in move.copies
         ]
-        self.stats.num_slots_changed += int(changed_P[self._mine].sum())
+        num_changed = int(changed_P[self._mine].sum())
+        self.stats.num_slots_changed += num_changed
+        self.stats.most_swapped = max(self.stats.most_swapped, num_changed)
         self.version += 1
         self.stats.bytes_sent += move.sent_bytes
         self._next_layer()
@@ -392,7 +397,3 @@ class ExpertBalancer:
         record[0] = first
         record[1 : 1 + values.size] = torch.from_numpy(np.ascontiguousarray(values)).flatten()
         return record
-
-
-def _agree(reports: Sequence[Report]) -> bool:
-    return len({report.digest for report in reports}) == 1

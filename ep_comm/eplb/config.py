@@ -15,7 +15,8 @@ class BalancerConfig:
     window_steps    steps whose loads a placement is made for
     interval_steps  steps between two placements
     min_gain        by how much the balancedness of a layer must rise for it to change
-    step_bytes      the most that a rank copies before a step, sent and received together
+    step_bytes      the most that a rank stages before a step, sent and received together; a swap
+                    copies as much at once, but a whole slot at least
     choice          which replica serves a token, see `dispatch_map.new_table`
     """
 

@@ -58,6 +58,36 @@ def plan_placement(
     return np.where((gains_L | must_L)[:, None], planned_LP, kept_LP)
 
 
+def next_part(old_P: Ints, new_P: Ints, slots: Slots, max_changes: int) -> Ints:
+    """Return a placement between the two, with every expert in it, as a part of the way.
+
+    max_changes  slots of a rank that change; more only where experts change places in a ring that
+                 comes through a rank more often
+    """
+    part_P, num_changes = old_P, max_changes
+    while (part_P == old_P).all():
+        is_changed_P = old_P != new_P
+        for rank in range(slots.num_ranks):
+            of_rank = slots.of_rank(rank)
+            is_changed_P[of_rank] &= is_changed_P[of_rank].cumsum() <= num_changes
+        part_P = _keep_all(old_P, np.where(is_changed_P, new_P, old_P), slots.num_experts)
+        num_changes *= 2
+    return part_P
+
+
+def _keep_all(old_P: Ints, part_P: Ints, num_experts: int) -> Ints:
+    """Take changes back until no expert is lost that `old_P` has."""
+    part_P = part_P.copy()
+    held = np.unique(old_P[old_P >= 0])
+    while True:
+        count_E = np.bincount(part_P[part_P >= 0], minlength=num_experts)
+        lost = held[count_E[held] == 0]
+        if not len(lost):
+            return part_P
+        slot = int((old_P == lost[0]).argmax())
+        part_P[slot] = old_P[slot]
+
+
 def _published(load_LE: Loads, slots: Slots, live: list[int]) -> Ints:
     """Return the policy's placement on the live ranks, -1 elsewhere."""
     num_physical = len(live) * slots.per_rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -40,6 +41,11 @@ class Report(NamedTuple):
 NOTHING_MOVES = Report()
 
 
+def agree(reports: Iterable[Report]) -> bool:
+    """Return whether all ranks know the same of where experts are and go."""
+    return len({report.digest for report in reports}) == 1
+
+
 class Moved(NamedTuple):
     """An expert that has come to a rank, from its replica on another one or the same."""
 
@@ -68,7 +74,8 @@ class BalancerStats:
     """
 
     num_plans: int = 0
-    num_layers_moved: int = 0
+    num_swaps: int = 0
+    most_swapped: int = 0
     num_slots_changed: int = 0
     num_failures: int = 0
     num_loaded: int = 0

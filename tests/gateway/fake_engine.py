@@ -73,6 +73,7 @@ class FakeEngine:
         self.aborted_answers.append((request_id, index))
 
     experts: Experts | None = None
+    placed: tuple[tuple[int, ...], ...] | None = None
 
     def place_experts(self, slots: tuple[tuple[int, ...], ...]) -> None:
         self.placed = slots

@@ -28,6 +28,7 @@ from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.connection import TimedHttpProtocol
 from whalepod.server.gateway.limits import MAX_HEAD_BYTES
 from whalepod.server.gateway.run import serve
+from whalepod.server.messages import Experts
 from whalepod.server.tokenizer import TextTokenizer
 
 Ask = Callable[..., httpx2.Response]
@@ -227,6 +228,22 @@ def test_admin_drains_and_resumes(admin: TestClient, port: int, engine: FakeEngi
     assert httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200
     admin.post("/resume")
     assert httpx2.get(ready).status_code == 200
+
+
+def test_admin_sees_where_experts_are_and_moves_them(admin: TestClient, engine: FakeEngine) -> None:
+    error_of(admin.get("/experts"), 404)
+    engine.experts = Experts(
+        num_ranks=2, slots=((0, 1, 2, 0),), tokens=((5, 2, 1),), plans=((50, 0.5, 0.75, 3),)
+    )
+    found = admin.get("/experts").json()
+    assert found["slots"] == [[0, 1, 2, 0]]
+    assert found["plans"] == [[50, 0.5, 0.75, 3]]
+    assert admin.post("/experts", json={"slots": [[0, 1, 2, 2]]}).json() == {"num_layers": 1}
+    assert engine.placed == ((0, 1, 2, 2),)
+    assert admin.post("/experts", json={}).json() == {"num_layers": 0}
+    assert engine.placed == ()
+    message = error_of(admin.post("/experts", json={"slots": [[0, 1]]}), 400)["message"]
+    assert "slots must be 1 layers of 4, got 1 layers of [2]" in message
 
 
 def test_admin_resets_the_prefix_cache_and_sets_the_log_level(

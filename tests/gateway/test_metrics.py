@@ -107,6 +107,18 @@ def test_each_prompt_and_each_choice_is_observed(client: TestClient, engine: Fak
     assert metric(client, "whalepod_request_prompt_tokens_sum") == prompt_tokens
 
 
+def test_moves_of_experts_are_counted(client: TestClient, engine: FakeEngine) -> None:
+    engine.stats = Stats(
+        num_expert_slots_changed=7, expert_bytes_sent=90, num_expert_plans=2,
+        num_expert_failures=1, expert_balance_ppm=750_000,
+    )  # fmt: skip
+    expected = {
+        "slots_changed_total": 7, "sent_bytes_total": 90, "placements_total": 2,
+        "failures_total": 1, "balancedness": 0.75,
+    }  # fmt: skip
+    assert {n: metric(client, f"whalepod_eplb_{n}") for n in expected} == expected
+
+
 def test_a_blocked_event_loop_is_late() -> None:
     metrics, blocked_s = Metrics(Stats), 3 * INTERVAL_S
 

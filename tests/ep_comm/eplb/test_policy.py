@@ -17,7 +17,7 @@ from whalepod.ep_comm.eplb.placement import (
     preserve_slots,
     rank_loads,
 )
-from whalepod.ep_comm.eplb.plan import plan_placement
+from whalepod.ep_comm.eplb.plan import next_part, plan_placement
 from whalepod.ep_comm.eplb.policy import balanced_packing, rebalance_experts
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
@@ -172,6 +172,28 @@ def test_dead_ranks_have_no_capacity_and_their_experts_a_place_elsewhere() -> No
     assert (balancedness(planned_LP, load_LE, 4) > 0).all()
     with pytest.raises(ValueError, match="1 live ranks have 6 slots for 12 experts: give 4 ranks"):
         plan_placement(first_LP, load_LE, slots, dead=[0, 1, 3])
+
+
+def test_a_way_is_gone_in_parts_that_hold_every_expert() -> None:
+    random, num_parts, num_over = np.random.default_rng(6), 0, 0
+    for number in range(300):
+        slots, load_LE = drawn(random, number)
+        first_LP = np.tile(slots.first(), (LAYERS, 1))
+        new_P = plan_placement(first_LP, load_LE, slots)[0]
+        part_P, most = first_LP[0], int(random.integers(1, 4))
+        for _ in range(slots.num_physical + 1):
+            if (part_P == new_P).all():
+                break
+            after_P = next_part(part_P, new_P, slots, most)
+            assert count_replicas(after_P[None], slots.num_experts).min() >= 1
+            assert ((after_P == part_P) | (after_P == new_P)).all()
+            changed = (after_P != part_P).reshape(slots.num_ranks, -1).sum(axis=1)
+            assert changed.any()
+            num_parts, num_over = num_parts + 1, num_over + (changed.max() > most)
+            part_P = after_P
+        assert (part_P == new_P).all()
+    assert num_parts > 300
+    assert num_over < num_parts / 10, "rings that come through a rank twice are rare"
 
 
 def test_numbers_that_do_not_divide_are_refused_by_name() -> None:
