@@ -143,6 +143,21 @@ def test_a_servers_experts_are_shown(
     assert tips[0] == "layer 0, rank 0, slot 0: expert 0, 1.50"
 
 
+def test_a_lost_rank_counts_neither_in_means_nor_as_the_lightest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"p": {"phy2log": [[0, 1, -1, -1, 2, 0]]}, "l": [[20, 30, 10]]}.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    files = ["--placement", tmp_path / "p", "--loads", tmp_path / "l", "--num-ranks", 3]
+    out = tmp_path / "map.svg"
+    assert cli.main(["eplb", "show", *map(str, [*files, "--out", out])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "6 slots (2 empty) of 3 ranks" in lines[0]
+    assert lines[3].split()[1:6] == ["0.750", "0", "(1.33)", "2", "(0.67)"]
+    words = [text.text for text in ElementTree.parse(out).getroot().findall("{*}text")]
+    assert {"rank 0: 1.33", "rank 1: lost", "rank 2: 0.67"} <= set(words)
+
+
 def test_a_png_has_a_block_of_pixels_for_each_slot(tmp_path: Path) -> None:
     slots_LP = np.array([[0, 1, 2, -1]])
     load_LE, path = np.array([[40, 40, 320]]), tmp_path / "map.png"

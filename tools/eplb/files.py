@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whalepod.ep_comm.eplb.placement import count_replicas
 from whalepod.ep_comm.eplb.policy import Ints, Loads
@@ -25,6 +26,12 @@ class Placement(NamedTuple):
 
     slots_LP: Ints
     num_ranks: int
+
+    @property
+    def is_alive_D(self) -> NDArray[np.bool_]:
+        """Return `[D]`: which ranks hold anything; the others are lost."""
+        held_LDS = self.slots_LP.reshape(len(self.slots_LP), self.num_ranks, -1) >= 0
+        return np.asarray(held_LDS.any(axis=(0, 2)))
 
 
 def read_loads(path: Path, window: int) -> tuple[Loads, int]:

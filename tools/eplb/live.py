@@ -153,9 +153,10 @@ def describe(placement: Placement, load_LE: Loads, plans: list[list[float]]) -> 
     balance_L = balancedness(placement.slots_LP, load_LE, placement.num_ranks)
     count_LE = count_replicas(placement.slots_LP, load_LE.shape[1])
     rows = [["layer", "balance", "heaviest rank", "lightest rank", "hottest expert", "replicas"]]
+    alive = np.flatnonzero(placement.is_alive_D)
     for layer, load_D in enumerate(load_LD):
-        mean, total = max(load_D.mean(), 1e-9), max(load_LE[layer].sum(), 1e-9)
-        hot, most, least = load_LE[layer].argmax(), load_D.argmax(), load_D.argmin()
+        mean, total = max(load_D[alive].mean(), 1e-9), max(load_LE[layer].sum(), 1e-9)
+        hot, most, least = load_LE[layer].argmax(), load_D.argmax(), alive[load_D[alive].argmin()]
         rows.append([
             str(layer), f"{balance_L[layer]:.3f}", f"{most} ({load_D[most] / mean:.2f})",
             f"{least} ({load_D[least] / mean:.2f})",

@@ -39,6 +39,15 @@ def slot_loads(placement: Placement, load_LE: Loads) -> Floats:
     return shares
 
 
+def rank_shares(placement: Placement, load_LE: Loads) -> Floats:
+    """Return `[D]`: the load of each rank by the mean of those that hold anything; lost: NaN."""
+    load_D = rank_loads(placement.slots_LP, load_LE, placement.num_ranks).sum(axis=0)
+    alive_D = placement.is_alive_D
+    mean = max(float(load_D[alive_D].mean()), 1e-9) if alive_D.any() else 1.0
+    shares: Floats = np.where(alive_D, load_D / mean, np.nan)
+    return shares
+
+
 def write_heat_map(path: Path, placement: Placement, load_LE: Loads, title: str) -> None:
     """Write a heat map, layers by slots. Raises ValueError for a suffix that is none of ours."""
     if path.suffix == ".png":
@@ -60,7 +69,7 @@ def _heat_map(placement: Placement, load_LE: Loads, title: str) -> str:
     num_layers, num_slots = shares_LP.shape
     per_rank = num_slots // placement.num_ranks
     balance_L = balancedness(placement.slots_LP, load_LE, placement.num_ranks)
-    load_D = rank_loads(placement.slots_LP, load_LE, placement.num_ranks).sum(axis=0)
+    share_D = rank_shares(placement, load_LE)
     parts = [_text(_LEFT, 20, title, weight="bold")]
     parts.append(_text(_LEFT, 38, "a cell: load of a slot by its layer's mean (empty: dark grey)"))
     parts += _legend(_LEFT + 420)
@@ -76,15 +85,15 @@ def _heat_map(placement: Placement, load_LE: Loads, title: str) -> str:
     for rank in range(placement.num_ranks + 1):
         x = _LEFT + rank * per_rank * _CELL
         parts.append(f'<path d="M{x} {_TOP}V{bottom + 34}" stroke="#222"/>')
-    mean = max(float(load_D.mean()), 1e-9)
-    for rank, load in enumerate(load_D):
-        x, by_mean = _LEFT + rank * per_rank * _CELL, float(load) / mean
+    for rank, by_mean in enumerate(share_D.tolist()):
+        x = _LEFT + rank * per_rank * _CELL
         parts.append(
             f'<rect x="{x}" y="{bottom + 20}" width="{per_rank * _CELL}" height="{_CELL}" '
             f'fill="{_colour(by_mean)}" stroke="#222">'
             f"<title>rank {rank}: {by_mean:.2f} of the mean</title></rect>"
         )
-        parts.append(_text(x + 2, bottom + 48, f"rank {rank}: {by_mean:.2f}", size=10))
+        told = "lost" if np.isnan(by_mean) else f"{by_mean:.2f}"
+        parts.append(_text(x + 2, bottom + 48, f"rank {rank}: {told}", size=10))
     every = max(1, num_layers // 32)
     for layer in range(0, num_layers, every):
         y = _TOP + layer * _CELL + _CELL - 3
@@ -157,9 +166,7 @@ def _pixels(placement: Placement, load_LE: Loads) -> NDArray[np.uint8]:
     """Return `[height, width, 3]`: the cells, black lines between ranks, ranks' loads below."""
     shares_LP = slot_loads(placement, load_LE)
     per_rank = shares_LP.shape[1] // placement.num_ranks
-    load_D = rank_loads(placement.slots_LP, load_LE, placement.num_ranks).sum(axis=0)
-    ranks_P = np.repeat(load_D / max(float(load_D.mean()), 1e-9), per_rank)
-    rows = np.vstack([shares_LP, ranks_P])
+    rows = np.vstack([shares_LP, np.repeat(rank_shares(placement, load_LE), per_rank)])
     colours = np.stack([np.interp(np.nan_to_num(rows), _STOPS, c) for c in _COLOURS.T], axis=2)
     colours[np.isnan(rows)] = _EMPTY
     image = colours.astype(np.uint8).repeat(_CELL, axis=0).repeat(_CELL, axis=1)
