@@ -243,6 +243,11 @@ class GatewayConfig:
         return bool(self.api_key or self.api_key_file)
 
     @property
+    def names_parsers(self) -> bool:
+        """Whether a flag says how answers are read, which the chat template may contradict."""
+        return (self.reasoning_parser, self.tool_call_parser) != ("auto", "auto")
+
+    @property
     def is_local(self) -> bool:
         """Whether only this machine reaches it."""
         return self.host in ("127.0.0.1", "localhost", "::1")

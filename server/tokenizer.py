@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import orjson
 from transformers import PreTrainedTokenizerFast
 
 from whalepod.scheduler.limits import RequestRejected, prompt_too_long
+from whalepod.server.chat_template import ChatTemplate, TemplateHabits, template_of
 from whalepod.server.errors import StartupError
 from whalepod.server.token_bytes import bytes_of_tokens
 
-# A noncharacter: it marks where the text of a special token inside a user's message is broken up.
+# A noncharacter: it marks where the text of a token inside a message is broken up.
 _BREAK: Final = "\ufdd0"
-_UNTRUSTED_ROLES: Final = ("user", "tool")
+_TRUSTED_ROLES: Final = ("system", "developer")
+_THOUGHT: Final = re.compile(r"(\s*<think>)(.*?)(</think>)", re.DOTALL)
+"""What clients send back that take the reasoning for a part of the text."""
 
 
 class TextTokenizer:
@@ -32,8 +34,11 @@ class TextTokenizer:
         self.token_bytes: Final = bytes_of_tokens(tokenizer.backend_tokenizer.to_str())
         """The bytes of each token by id."""
         self.special_ids: Final = frozenset(tokenizer.all_special_ids)
-        self._markers = sorted(
-            (token.content for token in tokenizer.added_tokens_decoder.values()), key=len
+        text = template_of(tokenizer.chat_template)
+        tokens = tokenizer.special_tokens_map
+        self.template: Final = ChatTemplate(text, tokens) if text else None
+        self._markers = _beginnings_of(
+            token.content for token in tokenizer.added_tokens_decoder.values()
         )
         # a token's bytes may be none (padding ids), hence `default`
         self._longest_token_bytes = max(map(len, self.token_bytes), default=1)
@@ -53,39 +58,19 @@ class TextTokenizer:
             raise StartupError(f"{folder}: cannot load the tokenizer: {error}") from error
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self.transformers.chat_template)
+    def habits(self) -> TemplateHabits:
+        """What the chat template wants of messages; RequestRejected if there is none."""
+        return self._known_template().habits
 
-    @property
-    def chat_template(self) -> str | None:
-        """The text of the template; of several, the one that chats get."""
-        template = self.transformers.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
-        return None if template is None else str(template)
-
-    @cached_property
-    def takes_argument_objects(self) -> bool:
-        """Whether the template writes the arguments of earlier calls as JSON by itself.
-
-        Most take the text and would otherwise encode it twice.
-        """
-        try:
-            return '\\"probe\\"' in self._render_call('{"probe": 1}')
-        except Exception:  # a template is code: it can fail in any way
-            try:
-                return "probe" in self._render_call({"probe": 1})
-            except Exception:
-                return False
-
-    def _render_call(self, arguments: object) -> str:
-        function = {"name": "f", "arguments": arguments}
-        call = {"id": "c", "type": "function", "function": function}
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-        ]
-        return str(self.transformers.apply_chat_template(messages, tokenize=False))
+    def _known_template(self) -> ChatTemplate:
+        if self.template is None:
+            raise RequestRejected(
+                "invalid_request",
+                "this model has no chat template: use /v1/completions, or start the server with "
+                "--chat-template FILE",
+                "messages",
+            )
+        return self.template
 
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
         """Return the ids of the texts that are one token each."""
@@ -105,35 +90,48 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         template_arguments: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
+        describe_tools: Callable[[Sequence[dict[str, Any]]], str] | None = None,
     ) -> list[int]:
         """Render the chat template and return its tokens, with one BOS.
 
-        Text of users and tools never becomes a special token: <｜Assistant｜> in a message is
-        encoded as its letters. Raises RequestRejected when the template refuses, or when more than
-        `max_tokens` would come out, as far as that is known without encoding.
+        What users, tools and models said never becomes a special token, nor what a tool's
+        definition says: <｜Assistant｜> in it is encoded as its letters. Only system messages may
+        hold tokens, and what `describe_tools` adds to them for a template that does not render
+        tools. Raises RequestRejected when the template refuses, or when more than `max_tokens`
+        would come out, as far as that is known without encoding.
         """
-        if not self.has_chat_template:
-            raise RequestRejected(
-                "invalid_request",
-                "this model has no chat template: use /v1/completions, or start the server with "
-                "--chat-template FILE",
-                "messages",
-            )
-        safe = [self._break_markers(message) for message in messages]
+        template = self._known_template()
+        safe = [self._as_letters(message) for message in messages]
+        safe_tools = self.letters(list(tools)) if tools else None
+        if safe_tools and describe_tools is not None:
+            safe, safe_tools = with_system_text(safe, describe_tools(safe_tools)), None
         try:
-            rendered = self.transformers.apply_chat_template(
+            rendered = template.render(
                 safe,
-                tools=list(tools) if tools else None,
+                tools=safe_tools,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **(template_arguments or {}),
+                arguments=self.letters(dict(template_arguments or {})),
             )
         except Exception as error:  # a template is code: it can fail in any way
             message = f"the chat template refuses these messages: {error}"
             raise RequestRejected("invalid_request", message, "messages") from error
-        self.check_length(str(rendered), max_tokens, "messages")
-        runs = str(rendered).split(_BREAK)
-        return self._with_one_bos([token_id for run in runs for token_id in self._encode(run)])
+        self.check_length(rendered, max_tokens, "messages")
+        return self._with_one_bos(self.encode_letters(rendered))
+
+    def encode_letters(self, text: str) -> list[int]:
+        """Return the tokens of a text in which `letters` broke up what is no token."""
+        return [token_id for run in text.split(_BREAK) for token_id in self._encode(run)]
+
+    def letters(self, value: Any) -> Any:
+        """Return a text, or a JSON value, in which no token's text is whole."""
+        match value:
+            case str():
+                return self._markers.sub(rf"\1{_BREAK}", value.replace(_BREAK, ""))
+            case dict():
+                return {self.letters(key): self.letters(each) for key, each in value.items()}
+            case list() | tuple():
+                return [self.letters(each) for each in value]
+        return value
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
@@ -184,14 +182,36 @@ class TextTokenizer:
             return token_ids
         return [bos, *token_ids]
 
-    def _break_markers(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        content = message.get("content")
-        if message["role"] not in _UNTRUSTED_ROLES or not content:
+    def _as_letters(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        role, content = message["role"], message.get("content")
+        if role in _TRUSTED_ROLES:
             return dict(message)
-        content = content.replace(_BREAK, "")
-        for marker in self._markers:
-            content = content.replace(marker, marker[:1] + _BREAK + marker[1:])
-        return {**message, "content": content}
+        safe: dict[str, Any] = {**self.letters(dict(message)), "role": role}
+        if role == "assistant" and content and (thought := _THOUGHT.match(content)):
+            opening, text, end = thought.groups()
+            rest = content[thought.end() :]
+            safe["content"] = opening + self.letters(text) + end + self.letters(rest)
+        return safe
+
+
+def _beginnings_of(markers: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of the first characters of markers; a single character is no marker."""
+    longer = sorted({marker for marker in markers if len(marker) > 1}, key=len, reverse=True)
+    rests: dict[str, list[str]] = {}
+    for marker in longer:
+        rests.setdefault(marker[0], []).append(re.escape(marker[1:]))
+    alternatives = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+    return re.compile(f"({'|'.join(alternatives)})") if rests else re.compile("((?!))")
+
+
+def with_system_text(messages: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return messages whose last system message, a new one without any, ends with `text`."""
+    found = [i for i, message in enumerate(messages) if message["role"] == "system"]
+    if not found:
+        return [{"role": "system", "content": text}, *messages]
+    content = messages[found[-1]].get("content")
+    changed = {**messages[found[-1]], "content": f"{content}\n\n{text}" if content else text}
+    return [*messages[: found[-1]], changed, *messages[found[-1] + 1 :]]
 
 
 def _adds_bos(folder: Path, tokenizer: PreTrainedTokenizerFast) -> bool:
@@ -203,21 +223,6 @@ def _adds_bos(folder: Path, tokenizer: PreTrainedTokenizerFast) -> bool:
     config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     added: list[int] = tokenizer.encode("")
     return bool(config.get("add_bos_token", added[:1] == [tokenizer.bos_token_id]))
-
-
-def read_default_params(folder: Path) -> dict[str, float]:
-    """Return the sampling defaults of generation_config.json; what it leaves out is OpenAI's."""
-    file = folder / "generation_config.json"
-    if not file.exists():
-        return {}
-    try:
-        config = orjson.loads(file.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise StartupError(f"{file}: {error}") from error
-    if not isinstance(config, dict):
-        raise StartupError(f"{file} must hold a JSON object, got {type(config).__name__}")
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: config[name] for name in names if isinstance(config.get(name), int | float)}
 
 
 class IncrementalDetokenizer:

@@ -27,8 +27,8 @@ def run_gateway(
     """Serve until a signal, or until there is nothing left to serve with: return why, then."""
     import uvloop
 
+    from whalepod.server.chat_template import read_default_params
     from whalepod.server.gateway.run import serve as serve_http
-    from whalepod.server.tokenizer import read_default_params
 
     async def run() -> str | None:
         async with process.channel() as upstream:

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 from whalepod.server.config import EngineConfig, GatewayConfig
 from whalepod.server.errors import GroupLost, StartupError
 from whalepod.tools.run_gateway import run_gateway
-from whalepod.tools.start_report import claim_port, model_name, parsers_of, start_report
+from whalepod.tools.start_report import (
+    check_files_for_chats,
+    claim_port,
+    model_name,
+    parsers_of,
+    start_report,
+)
 
 if TYPE_CHECKING:
     from whalepod.server.cluster.node_plan import NodePlan
@@ -37,16 +43,19 @@ def serve(engine: EngineConfig, gateway: GatewayConfig, plan: NodePlan | None = 
     gateway = claim_port(gateway)
     _note(f"loading {engine.source.model} ...")
     folder = find_model(engine)
-    family = parsers_of(gateway, folder)
+    check_files_for_chats(gateway, folder)
     gateway = replace(
         gateway,
         served_model_name=gateway.served_model_name or (model_name(engine.source.model),),
     )
     # the gateway's imports and tokenizer take as long as a small model: load both at once
     with ThreadPoolExecutor(1) as pool:
+        family = pool.submit(parsers_of, gateway, folder)
+        if gateway.names_parsers:
+            family.result()  # a name that does not fit is refused before the weights are read
         tokenizer = pool.submit(_load_tokenizer, folder, gateway.chat_template)
         with _new_engine(engine, plan, folder) as process:
-            print(start_report(gateway, process.info, family, plan))
+            print(start_report(gateway, process.info, family.result(), plan))
             sys.stdout.flush()
             if not gateway.is_local and not gateway.asks_for_key:
                 _note(

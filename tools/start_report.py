@@ -42,12 +42,21 @@ def model_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
+def check_files_for_chats(gateway: GatewayConfig, folder: Path) -> None:
+    """Raise StartupError for a template or defaults that cannot be read: now, not after loading."""
+    from whalepod.server.chat_template import read_chat_template, read_default_params
+
+    read_chat_template(folder, Path(gateway.chat_template) if gateway.chat_template else None)
+    read_default_params(folder)
+
+
 def parsers_of(gateway: GatewayConfig, folder: Path) -> str | None:
     """Name the family that divides answers; None: the model has no chat template.
 
     Raises StartupError for a parser that does not fit: now, not after minutes of loading.
     """
-    from whalepod.server.gateway.chat_formats.registry import choose_chat_format, read_chat_template
+    from whalepod.server.chat_template import read_chat_template
+    from whalepod.server.gateway.chat_formats.registry import choose_chat_format
 
     override = Path(gateway.chat_template) if gateway.chat_template else None
     template = read_chat_template(folder, override)
@@ -56,9 +65,14 @@ def parsers_of(gateway: GatewayConfig, folder: Path) -> str | None:
         reasoning_parser=gateway.reasoning_parser,
         tool_call_parser=gateway.tool_call_parser,
     )
-    if family is not None:
-        return family.name
-    return None if template is None else "none (answers are plain text)"
+    if template is None:
+        return None
+    name = "none (answers are plain text)" if family is None else family.name
+    if template.habits.renders_tools:
+        return name
+    if family is None:
+        return f"{name}; tools are refused: the chat template leaves them out"
+    return f"{name}; the chat template leaves tools out: they go into the system prompt"
 
 
 def start_report(

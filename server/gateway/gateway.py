@@ -45,7 +45,7 @@ class Gateway:
         self.requests = LiveRequests(config.request_timeout_s)
         self.tokenizer_pool = TokenizerPool(NUM_TOKENIZER_THREADS, MAX_PENDING_TOKENIZATIONS)
         chat_format = choose_chat_format(
-            tokenizer.chat_template,
+            tokenizer.template,
             reasoning_parser=config.reasoning_parser,
             tool_call_parser=config.tool_call_parser,
         )

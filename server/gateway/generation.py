@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
 from whalepod.server.engine_client import EngineClient
 from whalepod.server.gateway.api_errors import ApiError, as_api_error
-from whalepod.server.gateway.chat_formats.interface import Parser, PlainParser
+from whalepod.server.gateway.chat_formats.interface import STRUCTURE, Parser, PlainParser
 from whalepod.server.gateway.events import (
     ChoiceStarted,
     Delta,
@@ -105,7 +105,7 @@ class ChoiceDecoder:
             ends = token_id == output.stop_token_id and len(offsets) == len(output.token_ids)
             self.num_reasoning_tokens += self._parser.in_reasoning and not ends
             piece = "" if ends and not self._run.include_stop else self._detokenizer.push(token_id)
-            text, stop = self._match(piece)
+            text, stop = self._match(self._marked(piece, token_id))
             self._parser.feed(text)
             if stop is not None:
                 break
@@ -126,6 +126,16 @@ class ChoiceDecoder:
             text_offsets=tuple(offsets),
         )
         return delta, stop
+
+    def _marked(self, piece: str, token_id: int) -> str:
+        """Tell the parser which markers are tokens; the text before one may end a character."""
+        if not self._run.markup_ids:
+            return piece
+        piece = piece.replace(STRUCTURE, "\ufffd")
+        if token_id not in self._run.markup_ids:
+            return piece
+        start = len(piece) - len(self._tokenizer.printable(token_id))
+        return piece[:start] + STRUCTURE + piece[start:]
 
     def _is_complete(self, output: SequenceOutput, stop: str | None) -> bool:
         """Return whether the model itself ended the answer."""

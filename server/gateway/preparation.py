@@ -54,7 +54,9 @@ class Preparation:
         self.prompts = Prompts(tokenizer, chat_format, info)
         self._cache_salt = CacheSalt()
         self._grammars = GuidedDecoding(chat_format, tokenizer)
-        self._markup_ids = tokenizer.ids_of(chat_format.markers if chat_format else ())
+        markers = chat_format.markers if chat_format else ()
+        self._markup_ids = tokenizer.ids_of(markers)
+        self._token_markers = frozenset(each for each in markers if tokenizer.ids_of([each]))
         try:
             SamplingParams(**self._defaults)
         except ValueError as error:
@@ -91,6 +93,7 @@ class Preparation:
                 tools=None if choice.mode == "none" else functions,
                 parallel=request.parallel_tool_calls is not False,
                 new_id=_new_call_id,
+                token_markers=self._token_markers,
             )
             new_parser = partial(self._format.new_parser, options)
         fields = {"new_parser": new_parser, "markup_ids": self._markup_ids}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 from transformers import PreTrainedTokenizerFast
 
+from whalepod.server.chat_template import TemplateHabits
 from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.chat_formats.interface import ChatFormat, Start
 from whalepod.server.gateway.schema import Message, TemplateFields
@@ -22,6 +23,8 @@ _TAIL_TOKENS: Final = 8
 _RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
     inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
 ) | {"messages"}
+
+DescribeTools: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 class Prompts:
@@ -58,18 +61,34 @@ class Prompts:
         *earlier, last = messages
         if last.prefix and earlier:
             return self._continued(earlier, last, fields, choice)
-        as_objects = self._tokenizer.takes_argument_objects
         # agents also send tools of other types, of their own service
         tools = [tool for tool in fields.tools or () if tool.get("type") == "function"]
         if choice and choice.mode == "none":
             tools = []
+        habits = self._tokenizer.habits
+        shaped = [each for message in messages for each in _template_messages(message, habits)]
+        if not habits.keeps_system_messages:
+            shaped = _with_one_system_message(shaped)
         return self._tokenizer.encode_chat(
-            [_template_message(message, as_objects=as_objects) for message in messages],
+            shaped,
             tools=tools or None,
             add_generation_prompt=fields.add_generation_prompt is not False,
             template_arguments=_template_arguments(fields),
             max_tokens=self._info.max_model_len,
+            describe_tools=self._describe_tools(habits) if tools else None,
         )
+
+    def _describe_tools(self, habits: TemplateHabits) -> DescribeTools | None:
+        """Return how tools get into the system prompt; None where the template renders them."""
+        if habits.renders_tools:
+            return None
+        if self._format is None:
+            raise invalid(
+                "tools",
+                "tools: this model's chat template leaves tools out, and no way to describe them "
+                "is known: start the server with --chat-template FILE or --tool-call-parser",
+            )
+        return self._format.describe_tools
 
     def _continued(
         self,
@@ -81,14 +100,15 @@ class Prompts:
         """Return the tokens of a conversation and of the beginning of its answer."""
         with_answer = fields.model_copy(update={"add_generation_prompt": True})
         token_ids = self.chat(earlier, with_answer, choice)
-        text, reasoning = last.content or "", prefix_reasoning(last)
+        letters = self._tokenizer.letters
+        text, reasoning = letters(last.content or ""), prefix_reasoning(last)
         if self._format is not None and self._format.reasoning_end is not None:
             start = self._format.start(self._tokenizer.decode(token_ids[-_TAIL_TOKENS:]))
             if start == "reasoning":
-                text = reasoning + (self._format.reasoning_end + text if text else "")
+                text = letters(reasoning) + (self._format.reasoning_end + text if text else "")
             elif reasoning:
                 raise invalid("messages", "messages: a reasoning to continue needs thinking: true")
-        return token_ids + self._tokenizer.encode(text, adds_bos=False)
+        return token_ids + self._tokenizer.encode_letters(text)
 
     def start(self, prompt_token_ids: Sequence[int], last: Message) -> Start:
         """Return where the answer to a rendered prompt begins."""
@@ -139,16 +159,20 @@ def _check_call(call: Mapping[str, Any], path: str) -> str:
     return call_id
 
 
-def template_call(call: Mapping[str, Any], *, as_objects: bool) -> dict[str, Any]:
+def template_call(call: Mapping[str, Any], habits: TemplateHabits) -> dict[str, Any]:
     """Return a checked call as a template wants it: arguments as JSON text, or as an object.
 
-    Text stays as it is, so that the model's own words are found in the prefix cache.
+    Text stays as it is, so that the model's own words are found in the prefix cache. What is no
+    object, and no template could write, becomes one: the conversation must be able to go on.
     """
     function = call["function"]
     arguments = function.get("arguments") or "{}"
-    if as_objects and isinstance(arguments, str):
-        arguments = _parsed(arguments)
-    elif not as_objects and isinstance(arguments, dict):
+    if habits.takes_argument_objects:
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments)
+        if not isinstance(arguments, dict) and not habits.takes_any_arguments:
+            arguments = {"arguments": arguments}
+    elif isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     parts = {"name": function["name"], "arguments": arguments}
     return {"id": call["id"], "type": "function", "function": parts}
@@ -158,7 +182,16 @@ def _parsed(arguments: str) -> object:
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
-        return arguments  # a model wrote this; its conversation must be able to go on
+        return arguments  # a model wrote this
+
+
+def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages for a template that renders one system message only."""
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    if len(texts) < 2:
+        return list(messages)
+    rest = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *rest]
 
 
 def check_prefix(messages: Sequence[Message]) -> None:
@@ -180,21 +213,32 @@ def prefix_reasoning(message: Message) -> str:
     return message.reasoning_content or message.reasoning or ""
 
 
-def _template_message(message: Message, *, as_objects: bool) -> dict[str, Any]:
-    """Return a message as templates know it: `developer` is a system message."""
-    fields = message.model_dump(exclude_none=True, exclude={"reasoning", "prefix"})
+def _template_messages(message: Message, habits: TemplateHabits) -> list[dict[str, Any]]:
+    """Return a message as a template knows it, or several that it renders without a loss."""
+    if not message.tool_calls:  # an empty list is as good as none
+        return [_plain_message(message)]
+    calls = [template_call(call, habits) for call in message.tool_calls]
+    first = _plain_message(message)
+    groups = [calls] if habits.keeps_several_calls else [[call] for call in calls]
+    rest = [{"role": message.role, **habits.empty_content, "tool_calls": group} for group in groups]
+    if not message.content:
+        del first["content"]
+        return [first | rest[0], *rest[1:]]
+    if not habits.keeps_text_beside_call:
+        return [first, *rest]
+    return [{**first, "tool_calls": groups[0]}, *rest[1:]]
+
+
+def _plain_message(message: Message) -> dict[str, Any]:
+    """Return a message without its calls; `developer` is a system message."""
+    excluded = {"reasoning", "prefix", "tool_calls"}
+    fields = message.model_dump(exclude_none=True, exclude=excluded)
     if message.reasoning_content is None and message.reasoning is not None:
         fields["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            template_call(call, as_objects=as_objects) for call in message.tool_calls
-        ]
-    fields["content"] = message.content
     if message.content is None:
         if message.role in ("system", "developer", "user"):
             raise invalid("messages", f"messages: a {message.role} message needs content")
-        if not message.tool_calls:
-            fields["content"] = ""
+        fields["content"] = ""
     if message.role == "developer":
         fields["role"] = "system"
     return fields

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from whalepod.server.gateway.chat_formats.interface import STRUCTURE
+
 
 class StopMatcher:
     """Knuth-Morris-Pratt over all stop strings at once: the same match for every cut of the text.
 
     The stop string that is complete first wins; of two that end together, the longer one.
+    `STRUCTURE` is no character of the text.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
@@ -25,7 +28,7 @@ class StopMatcher:
             if stop is not None:
                 return self._cut(self._held + text[: i + 1], stop), stop
         text = self._held + text
-        safe = len(text) - max(self._matched)
+        safe = _before_last(text, max(self._matched))
         self._held = text[safe:]
         return text[:safe], None
 
@@ -36,6 +39,8 @@ class StopMatcher:
         return held
 
     def _advance(self, character: str) -> str | None:
+        if character == STRUCTURE:
+            return None
         for k, stop in enumerate(self._stops):
             matched = self._matched[k]
             while matched and stop[matched] != character:
@@ -48,7 +53,17 @@ class StopMatcher:
 
     def _cut(self, text: str, stop: str) -> str:
         self._held = ""
-        return text if self._include_stop else text[: len(text) - len(stop)]
+        return text if self._include_stop else text[: _before_last(text, len(stop))]
+
+
+def _before_last(text: str, num_chars: int) -> int:
+    """Return where the last characters of a text begin, the sign of a marker included."""
+    position = len(text)
+    while num_chars:
+        position -= 1
+        num_chars -= text[position] != STRUCTURE
+    is_marked = 0 < position < len(text) and text[position - 1] == STRUCTURE
+    return position - is_marked
 
 
 def _failure_function(pattern: str) -> list[int]:

@@ -17,6 +17,11 @@ _NAME: Final = re.compile(r"[^\s<>{}\"'`]+")
 """Anything that no markup needs."""
 
 
+def is_function_name(name: str) -> bool:
+    """Return whether a function can be called so."""
+    return len(name) <= MAX_FUNCTION_NAME_CHARS and _NAME.fullmatch(name) is not None
+
+
 def read_functions(tools: Sequence[dict[str, Any]] | None) -> Functions:
     """Return the functions of a request; ApiError names the definition that is wrong."""
     if len(tools or ()) > MAX_NUM_TOOLS:
@@ -58,7 +63,7 @@ def _read_name(name: object, path: str) -> str:
     path = f"{path}.name"
     if not isinstance(name, str):
         raise invalid(path, f"{path} must be a string")
-    if not _NAME.fullmatch(name) or len(name) > MAX_FUNCTION_NAME_CHARS:
+    if not is_function_name(name):
         allowed = f"1 to {MAX_FUNCTION_NAME_CHARS} characters without spaces, quotes and brackets"
         raise invalid(path, f"{path} must have {allowed}, got {name[:80]!r}")
     return name

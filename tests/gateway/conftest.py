@@ -27,7 +27,10 @@ TEMPLATE = """{{ bos_token }}{% for m in messages -%}
 {% if m.role == 'system' %}{{ m.content }}{% endif -%}
 {% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% endif -%}
 {% if m.role == 'tool' %}{{ '<｜tool▁outputs▁begin｜>' + m.content }}{% endif -%}
-{% if m.role == 'assistant' %}{{ '<｜Assistant｜>' + (m.content or '') + eos_token }}{% endif -%}
+{% if m.role == 'assistant' %}{{ '<｜Assistant｜>' + (m.content or '') -}}
+{% for c in m.tool_calls or [] %}{{ '<｜tool▁call▁begin｜>' + c.function.name -}}
+{{ '<｜tool▁sep｜>' + c.function.arguments + '<｜tool▁call▁end｜>' }}{% endfor -%}
+{{ eos_token }}{% endif -%}
 {% if m.content == 'explode' %}{{ raise_exception('no explosions') }}{% endif -%}
 {% endfor -%}
 {% if tools %}[tools {{ tools | length }}]{% endif -%}

@@ -58,7 +58,7 @@ def real_gateway(
             test_script=str(SCRIPT),
         )
     )
-    tokenizer = TextTokenizer.from_folder(checkpoint, checkpoint / "chat_template.jinja")
+    tokenizer = TextTokenizer.from_folder(checkpoint)
     upstream = CoreUpstream(core)
     config = GatewayConfig(served_model_name=("tiny",), allow_priority=True)
     yield RealGateway(upstream, tokenizer, create_app(config, upstream, tokenizer))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.chat_formats.transcripts import cut_at
+from tests.gateway.chat_formats.transcripts import cut_between_tokens, smallest_pieces
 from tests.gateway.conftest import EOS
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.real_gateway import OFF, real_gateway
@@ -82,7 +82,7 @@ def test_item_31_the_text_of_the_end_token_is_nowhere(
     fields = {"skip_special_tokens": skip_special_tokens}
     expected = [*text.split("</think>"), ""][:2]
 
-    for steps in ([text + EOS], [text, EOS], [text + EOS + "more"], [*text]):
+    for steps in ([text + EOS], [text, EOS], [text + EOS + "more"], smallest_pieces(text)):
         assert [*said(real_client, **fields, test_steps=steps)[:2]] == expected
 
 
@@ -92,7 +92,7 @@ def test_item_33_a_prompt_that_opened_the_reasoning_is_believed(
 ) -> None:
     text = opening + "because</think>answer"
     for position in range(len(text) + 1):
-        answer = said(client, test_steps=cut_at(text, [position]))
+        answer = said(client, test_steps=cut_between_tokens(text, [position]))
         assert answer[:2] == ("because", "answer")
 
 

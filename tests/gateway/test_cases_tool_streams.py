@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.chat_formats.transcripts import block, cut_at, v3_call, v31_call
+from tests.gateway.chat_formats.transcripts import (
+    block,
+    cut_between_tokens,
+    smallest_pieces,
+    v3_call,
+    v31_call,
+)
 from tests.gateway.serving import TestClient
 from tests.gateway.wire import calls_of, chat, finish_reasons, reasoning_of, stream_chat, text_of
 from whalepod.server.gateway.chat_formats.deepseek_parser import (
@@ -43,9 +49,13 @@ def test_item_21_no_place_to_cut_makes_a_stream_differ(client: TestClient, call:
     text = "y</think>Hi\n" + block(call("w", '{"city":"上🙂"}'))
     expected = ("y", "Hi", [("w", '{"city":"上🙂"}')], "tool_calls")
 
-    assert said(client, list(text), thinking=True) == expected
+    assert said(client, smallest_pieces(text), thinking=True) == expected
     for position in range(len(text) + 1):
-        fields = {"thinking": True, "tools": TOOLS, "test_steps": cut_at(text, [position])}
+        fields = {
+            "thinking": True,
+            "tools": TOOLS,
+            "test_steps": cut_between_tokens(text, [position]),
+        }
         events = stream_chat(client, **fields)
         assert (reasoning_of(events), text_of(events), calls_of(events)) == expected[:3], position
 
@@ -59,7 +69,7 @@ def test_item_22_beginnings_of_markup_are_neither_lost_nor_leaked(
         begun = marker[:length]
         arguments = json.dumps({"city": f"2>&1 {begun}"}, ensure_ascii=False)
 
-        answer = said(client, [f"a {begun}", "x\n", *block(call("w", arguments))])
+        answer = said(client, [f"a {begun}", "x\n", *smallest_pieces(block(call("w", arguments)))])
 
         assert answer == ("", f"a {begun}x", [("w", arguments)], "tool_calls")
 
@@ -72,7 +82,7 @@ def test_item_23_an_opening_that_is_spelled_out_is_understood(
 ) -> None:
     text = "why\n" * thinking + opening + block(call("w", "{}")).removeprefix(CALLS)
 
-    for steps in ([text], list(text)):
+    for steps in ([text], smallest_pieces(text)):
         reasoning, content, calls, reason = said(client, steps, thinking=thinking)
         assert (reasoning.strip(), content) == ("why" * thinking, "")
         assert (calls, reason) == ([("w", "{}")], "tool_calls")
@@ -86,7 +96,7 @@ def test_item_25_calls_within_the_reasoning_are_calls_once(
     markup = block(call("w", '{"city":"A"}'))
     text = f"I look it up{markup}</think>" + markup * again
 
-    for steps in ([text], list(text)):
+    for steps in ([text], smallest_pieces(text)):
         answer = said(client, steps, thinking=True)
         assert answer == ("I look it up", "", [("w", '{"city":"A"}')], "tool_calls")
 
@@ -113,5 +123,5 @@ def test_item_26_a_step_may_end_one_call_and_begin_the_next(
 def test_item_26_the_next_call_may_begin_without_the_end_of_the_last(client: TestClient) -> None:
     text = f"{CALLS}{CALL}w<｜tool▁sep｜>{{}}{CALL}w<｜tool▁sep｜>{{}}{CALL_END}{CALLS_END}"
 
-    for steps in ([text], list(text)):
+    for steps in ([text], smallest_pieces(text)):
         assert said(client, steps)[2] == [("w", "{}")] * 2

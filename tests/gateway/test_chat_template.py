@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.conftest import write_tokenizer
+from whalepod.server.chat_template import read_chat_template
 from whalepod.server.errors import StartupError
-from whalepod.server.gateway.chat_formats.registry import read_chat_template
 from whalepod.server.tokenizer import TextTokenizer
 
 
@@ -34,8 +34,10 @@ def test_it_is_the_tokenizers(tmp_path: Path, config: dict[str, object], has_fil
 
     found = read_chat_template(folder)
 
+    template = TextTokenizer.from_folder(folder).template
     assert found is not None
-    assert found == TextTokenizer.from_folder(folder).chat_template
+    assert template is not None
+    assert found.text == template.text
 
 
 def test_an_override_wins_and_must_exist(tmp_path: Path) -> None:
@@ -43,7 +45,9 @@ def test_an_override_wins_and_must_exist(tmp_path: Path) -> None:
     mine = tmp_path / "mine.jinja"
     mine.write_text("mine")
 
-    assert read_chat_template(folder, mine) == "mine"
+    found = read_chat_template(folder, mine)
+    assert found is not None
+    assert found.text == "mine"
     with pytest.raises(StartupError, match="cannot be read"):
         read_chat_template(folder, tmp_path / "absent")
 

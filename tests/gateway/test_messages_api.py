@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.gateway.chat_formats.transcripts import block, cut_at, v31_call
+from tests.gateway.chat_formats.transcripts import block, cut_between_tokens, v31_call
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.gateway.serving import TestClient
 from tests.gateway.wire import named_events
@@ -171,7 +171,7 @@ ANSWERS = {
 def test_a_stream_folds_to_the_whole_answer_for_every_cut(client: TestClient, answer: str) -> None:
     whole = both(client, answer)
     for position in range(1, len(answer), 3):
-        cut = both(client, *cut_at(answer, [position]))
+        cut = both(client, *cut_between_tokens(answer, [position]))
         assert bare(cut)["content"] == bare(whole)["content"]
 
 
@@ -191,7 +191,7 @@ def test_a_stream_folds_to_the_whole_answer_for_random_cuts(
     cuts = data.draw(st.lists(st.integers(1, len(text) - 1), max_size=8, unique=True))
     limit = data.draw(st.integers(1, 60))
 
-    both(module_client, *cut_at(text, sorted(cuts)), max_tokens=limit, thinking=None)
+    both(module_client, *cut_between_tokens(text, sorted(cuts)), max_tokens=limit, thinking=None)
 
 
 def test_arguments_that_are_no_object_are_marked(client: TestClient) -> None:

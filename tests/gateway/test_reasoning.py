@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.chat_formats.transcripts import smallest_pieces
 from tests.gateway.conftest import EOS
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.serving import TestClient
 from tests.gateway.wire import chat, post, reasoning_of, stream_chat, text_of, user
+from whalepod.server.chat_template import ChatTemplate
 from whalepod.server.gateway.chat_formats.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
 from whalepod.server.gateway.chat_formats.registry import choose_chat_format
 
@@ -35,7 +37,7 @@ def test_B035_without_a_closing_tag_all_is_reasoning_and_no_end_token_shows(
 
 def test_B037_the_closing_tag_alone_splits(client: TestClient) -> None:
     assert both(client, "because", "</think>", "answer") == ("because", "answer")
-    assert both(client, *"because</think>answer") == ("because", "answer")
+    assert both(client, *smallest_pieces("because</think>answer")) == ("because", "answer")
 
 
 def test_without_thinking_all_is_content(client: TestClient) -> None:
@@ -119,31 +121,39 @@ def test_B071_raw_completions_are_not_parsed(client: TestClient) -> None:
     assert answer["choices"][0]["text"] == text
 
 
-R1_TEMPLATE = """{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}
-{{ '<｜Assistant｜><think>\\n' }}"""
-V3_TEMPLATE = "{{ '<｜Assistant｜>' }}```json"
-V31_TEMPLATE = (
-    "{% if thinking %}{{ '<｜Assistant｜><think>' }}{% else %}{{ '</think>' }}{% endif %}"
-)
+TURNS = """{% for m in messages %}{{ '<｜' + m.role + '｜>' }}{% if m.tool_calls -%}
+{% for c in m.tool_calls %}<｜tool▁call▁begin｜>CALL<｜tool▁call▁end｜>{% endfor %}{% else -%}
+TEXT{% endif %}{% endfor %}"""
+V3_CALL = "function<｜tool▁sep｜>{{ c.function.name + '\n```json\n' + c.function.arguments }}\n```"
+V31_CALL = "{{ c.function.name + '<｜tool▁sep｜>' + c.function.arguments }}"
 
 
 @pytest.mark.parametrize(
-    ("template", "family"),
+    ("call", "text", "family"),
     [
-        (R1_TEMPLATE, DEEPSEEK_R1),
-        (V3_TEMPLATE, DEEPSEEK_V3),
-        (V31_TEMPLATE, DEEPSEEK_V31),
-        ("<|im_start|>{{ thinking }}</think>", None),
-        (None, None),
+        (V3_CALL, "{{ m.content.split('</think>')[-1] }}", DEEPSEEK_R1),
+        (V3_CALL, "{{ m.content }}", DEEPSEEK_V3),
+        (V31_CALL, "{{ m.content }}", DEEPSEEK_V31),
+        ("{{ c | tojson }}", "{{ m.content }}", None),
+        ("<｜tool▁sep｜>{{ raise_exception('no calls') }}", "{{ m.content }}", None),
     ],
 )
-def test_the_family_follows_from_the_template(template: str | None, family: Any) -> None:
+def test_the_family_follows_from_the_call_that_a_template_renders(
+    call: str, text: str, family: Any
+) -> None:
+    template = ChatTemplate(TURNS.replace("CALL", call).replace("TEXT", text), {})
+
     assert choose_chat_format(template) is family
+    assert choose_chat_format(None) is None
 
 
 def test_names_choose_the_family_of_an_unknown_template() -> None:
-    assert choose_chat_format("x", tool_call_parser="deepseek_v31") is DEEPSEEK_V31
     assert (
-        choose_chat_format("x", reasoning_parser="deepseek_r1", tool_call_parser="deepseek_v3")
+        choose_chat_format(ChatTemplate("x", {}), tool_call_parser="deepseek_v31") is DEEPSEEK_V31
+    )
+    assert (
+        choose_chat_format(
+            ChatTemplate("x", {}), reasoning_parser="deepseek_r1", tool_call_parser="deepseek_v3"
+        )
         is DEEPSEEK_R1
     )

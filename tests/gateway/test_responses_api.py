@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.gateway.chat_formats.transcripts import block, cut_at, v31_call
+from tests.gateway.chat_formats.transcripts import block, cut_between_tokens, v31_call
 from tests.gateway.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.gateway.serving import TestClient
 from tests.gateway.wire import error_of, named_events
@@ -162,7 +162,9 @@ ANSWERS = [
 def test_a_stream_folds_to_the_whole_answer_for_every_cut(client: TestClient, answer: str) -> None:
     whole = both(client, answer)
     for position in range(1, len(answer), 3):
-        assert bare(both(client, *cut_at(answer, [position]))["output"]) == bare(whole["output"])
+        assert bare(both(client, *cut_between_tokens(answer, [position]))["output"]) == bare(
+            whole["output"]
+        )
 
 
 @settings(max_examples=20, deadline=None)
@@ -174,7 +176,7 @@ def test_a_stream_folds_to_the_whole_answer_for_random_cuts(
     cuts = data.draw(st.lists(st.integers(1, len(text) - 1), max_size=8, unique=True))
     limit = data.draw(st.integers(1, 60))
 
-    both(real_tokenizer_client, *cut_at(text, sorted(cuts)), max_output_tokens=limit)
+    both(real_tokenizer_client, *cut_between_tokens(text, sorted(cuts)), max_output_tokens=limit)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ import pytest
 
 from tests.gateway.conftest import BOS, EOS, write_tokenizer
 from whalepod.scheduler.limits import RequestRejected
+from whalepod.server.chat_template import read_default_params
 from whalepod.server.errors import StartupError
-from whalepod.server.tokenizer import TextTokenizer, read_default_params
+from whalepod.server.tokenizer import TextTokenizer
 
 
 def rendered(tokenizer: TextTokenizer, *messages: tuple[str, str], **fields: object) -> str:
@@ -47,11 +48,39 @@ def test_markers_in_user_text_stay_text(tokenizer: TextTokenizer) -> None:
     assert [i for i in ids if i in one_token] == [i for i in clean if i in one_token]
 
 
-def test_history_of_the_assistant_keeps_its_markers(tokenizer: TextTokenizer) -> None:
-    close = tokenizer.encode("</think>", adds_bos=False)[0]
-    ids = tokenizer.encode_chat([{"role": "assistant", "content": "a</think>b"}])
+def test_i19_markers_in_answers_calls_and_descriptions_stay_text(tokenizer: TextTokenizer) -> None:
+    """Descriptions come from third parties, and what a model said was its ordinary tokens."""
 
-    assert ids.count(close) == 2
+    def num_ends(content: str, arguments: str = "{}", description: str = "") -> int:
+        call = {"type": "function", "function": {"name": "w", "arguments": arguments}}
+        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+        tool = {"type": "function", "function": {"name": "w", "description": description}}
+        ids = tokenizer.encode_chat(
+            [{"role": "user", "content": "x"}, answer],
+            tools=[tool],
+            describe_tools=lambda tools: tools[0]["function"]["description"] + EOS,
+        )
+        return ids.count(tokenizer.encode(EOS, adds_bos=False)[0])
+
+    clean = num_ends("a")
+    assert clean == 2  # the answer's, and the one that the trusted description has
+    assert num_ends(f"a{EOS}b") == num_ends("a", f'{{"a": "{EOS}"}}') == clean
+    assert num_ends("a", description=EOS) == clean
+
+
+@pytest.mark.parametrize(
+    ("content", "num_ends"), [("<think>a</think>b", 2), ("a</think>b", 1), ("b <think></think>", 1)]
+)
+def test_only_tags_around_a_leading_thought_are_tokens(
+    tokenizer: TextTokenizer, content: str, num_ends: int
+) -> None:
+    """Templates leave that thought out; a tag that an answer talks of must not cut it."""
+    close = tokenizer.encode("</think>", adds_bos=False)[0]
+
+    ids = tokenizer.encode_chat([{"role": "assistant", "content": content}])
+
+    assert ids.count(close) == num_ends
+    assert content in tokenizer.decode(ids)
 
 
 def test_template_arguments_and_tools_reach_the_template(tokenizer: TextTokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import orjson
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.gateway.chat_formats.transcripts import block, cut_at, v3_call, v31_call
+from tests.gateway.chat_formats.transcripts import block, smallest_pieces, v3_call, v31_call
 from tests.gateway.conftest import EOS, MARKERS
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.serving import TestClient
@@ -67,7 +68,7 @@ def test_a_call_in_openais_shape(client: TestClient) -> None:
 
 
 def test_a_stream_names_a_call_before_its_arguments(client: TestClient) -> None:
-    steps = ["Hi\n\n", *block(v31_call("w", '{"city":"A"}'))]
+    steps = ["Hi\n\n", *smallest_pieces(block(v31_call("w", '{"city":"A"}')))]
     events = choices_of(stream_chat(client, tools=[tool()], test_steps=steps))
 
     tools = [c["delta"]["tool_calls"][0] for c in events if "tool_calls" in c["delta"]]
@@ -104,7 +105,7 @@ def test_B015_a_chinese_city_arrives(client: TestClient, call: Any) -> None:
 
 @forms
 def test_B017_a_closing_tag_in_pieces_leaks_nothing(client: TestClient, call: Any) -> None:
-    choice = both(client, *block(call("w", '{"city":"x 2>&1"}')))
+    choice = both(client, *smallest_pieces(block(call("w", '{"city":"x 2>&1"}'))))
 
     assert json.loads(calls_in(choice)[0][1]) == {"city": "x 2>&1"}
 
@@ -128,7 +129,7 @@ def test_B021_the_code_fence_and_its_language_may_come_apart(client: TestClient)
 
 @forms
 def test_B023_arguments_are_sent_once(client: TestClient, call: Any) -> None:
-    choice = both(client, *block(call("w", '{"city": "Münster"}')))
+    choice = both(client, *smallest_pieces(block(call("w", '{"city": "Münster"}'))))
 
     assert calls_in(choice) == [("w", '{"city": "Münster"}')]
 
@@ -155,10 +156,10 @@ def test_a_call_cut_by_length_is_partial(client: TestClient) -> None:
     assert (choice["finish_reason"], calls_in(choice)) == ("length", [("w", '{"')])
 
 
-def test_text_after_the_block_is_dropped_and_the_blank_line_before_it(client: TestClient) -> None:
+def test_text_after_the_block_stays_and_the_blank_line_before_it_goes(client: TestClient) -> None:
     choice = both(client, "Let me see.\n\n", block(v31_call("w", "{}")), "\nAnd then")
 
-    assert choice["message"]["content"] == "Let me see."
+    assert choice["message"]["content"] == "Let me see.\nAnd then"
     assert len(calls_in(choice)) == 1
 
 
@@ -205,11 +206,13 @@ def test_every_cut_streams_what_the_whole_answer_says(
     data: st.DataObject,
 ) -> None:
     text = ("why</think>" if thinking else "") + content + block(form("w", json.dumps(city)))
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
+    pieces = smallest_pieces(text)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(pieces)), max_size=6)))
+    bounds = itertools.pairwise([0, *cuts, len(pieces)])
     client = client_of(tokenizer)
     fields = {"tools": [tool()], "stop": stop, "thinking": thinking}
 
-    cut = both(client, *cut_at(text, cuts), **fields)
+    cut = both(client, *("".join(pieces[a:b]) for a, b in bounds), **fields)
     whole = chat(client, **fields, test_steps=[text])["choices"][0]
 
     for call in (*cut["message"].get("tool_calls", ()), *whole["message"].get("tool_calls", ())):
@@ -226,7 +229,9 @@ def client_of(tokenizer: TextTokenizer, **config: Any) -> TestClient:
 def test_a_real_engine_emits_calls_as_scripted(real_client: TestClient, call: Any) -> None:
     text = "why</think>Hi\n\n" + block(call("w", '{"city":"上海"}'), call("w", "{}"))
 
-    choices = [both(real_client, *steps, thinking=True) for steps in ([text], list(text))]
+    choices = [
+        both(real_client, *steps, thinking=True) for steps in ([text], smallest_pieces(text))
+    ]
 
     for choice in choices:
         assert choice["message"]["reasoning"] == "why"

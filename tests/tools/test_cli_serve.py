@@ -21,11 +21,18 @@ from whalepod.models.synthetic import synthesize
 from whalepod.server.config import GatewayConfig
 from whalepod.server.errors import StartupError
 from whalepod.server.messages import EngineInfo
-from whalepod.tools.start_report import base_url, parsers_of, start_report
+from whalepod.tools.start_report import (
+    base_url,
+    check_files_for_chats,
+    parsers_of,
+    start_report,
+)
 
 PROGRAM = "import sys; from whalepod.tools.cli import main; sys.exit(main(sys.argv[1:]))"
 START_S = 120
-V3_TEMPLATE = "{% for m in messages %}<｜Assistant｜>{{ m.content }}{% endfor %}"
+R1_TEMPLATE = """{% for m in messages %}{{ (m.content or '').split('</think>')[-1] -}}
+{% for c in m.tool_calls or [] %}{{ 'function<｜tool▁sep｜>' + c.function.name -}}
+{{ c.function.arguments }}{% endfor %}{% endfor %}"""
 
 INFO = EngineInfo(
     model_type="deepseek_v3",
@@ -137,14 +144,38 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(nano: Path) -> None:
 
 
 def test_a_parser_that_does_not_fit_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": V3_TEMPLATE}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": R1_TEMPLATE}))
 
-    assert parsers_of(GatewayConfig(tool_call_parser="deepseek_v3"), tmp_path) == "deepseek_v3"
+    named = parsers_of(GatewayConfig(tool_call_parser="deepseek_v3"), tmp_path)
+    assert named is not None
+    assert named.startswith("deepseek_r1; the chat template leaves tools out")
     with pytest.raises(StartupError, match="does not fit this checkpoint"):
         parsers_of(GatewayConfig(tool_call_parser="deepseek_v31"), tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")  # wins over the other
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}{{ tools }}")  # wins
     assert parsers_of(GatewayConfig(), tmp_path) == "none (answers are plain text)"
     assert parsers_of(GatewayConfig(), tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "fragment"),
+    [
+        ("generation_config.json", '{"top_p": 7}', "top_p must be in 0..1, got 7"),
+        ("tokenizer_config.json", "{", "the chat template cannot be read"),
+    ],
+)
+def test_N024_files_for_chats_are_read_before_the_weights(
+    tmp_path: Path, file: str, text: str, fragment: str
+) -> None:
+    (tmp_path / file).write_text(text)
+
+    with pytest.raises(StartupError, match=fragment):
+        check_files_for_chats(GatewayConfig(), tmp_path)
+
+
+def test_N024_a_checkpoint_may_ask_for_the_likeliest_token(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0}')
+
+    check_files_for_chats(GatewayConfig(), tmp_path)
 
 
 def test_the_report_says_what_fits_and_gives_a_command_to_paste() -> None:

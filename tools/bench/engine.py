@@ -264,6 +264,6 @@ def _encode(tokenizer: Any, record: dict[str, Any]) -> list[int]:
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
     messages = record["messages"]
-    if tokenizer.has_chat_template:
+    if tokenizer.template is not None:
         return list(tokenizer.encode_chat(messages, tools=record.get("tools")))
     return list(tokenizer.encode(messages[-1]["content"]))

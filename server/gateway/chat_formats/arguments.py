@@ -19,8 +19,8 @@ class JsonCut:
 
     def __init__(self) -> None:
         self.is_complete = False
+        self.is_in_string = False
         self._depth = 0
-        self._in_string = False
         self._escaped = False
 
     def feed(self, text: str) -> str:
@@ -29,7 +29,7 @@ class JsonCut:
         while not self.is_complete:
             if self._escaped:
                 position, self._escaped = position + 1, position >= len(text)
-            pattern = _QUOTE_OR_ESCAPE if self._in_string else _BRACKET_OR_QUOTE
+            pattern = _QUOTE_OR_ESCAPE if self.is_in_string else _BRACKET_OR_QUOTE
             match = pattern.search(text, position)
             if match is None:
                 return text
@@ -41,7 +41,7 @@ class JsonCut:
         if character == "\\":
             self._escaped = True
         elif character == '"':
-            self._in_string = not self._in_string
+            self.is_in_string = not self.is_in_string
         else:
             self._depth += 1 if character in "{[" else -1
             self.is_complete = self._depth <= 0
@@ -61,6 +61,11 @@ class ArgumentReader:
         self._held: list[str] = []
         self._head = ""
         self._mode = "fence"
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether the next character belongs to a JSON string."""
+        return self._cut.is_in_string
 
     def feed(self, text: str) -> str:
         """Return the next piece of the arguments."""

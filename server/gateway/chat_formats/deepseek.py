@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -14,19 +15,15 @@ from whalepod.server.gateway.chat_formats.deepseek_parser import (
     CALLS_END,
     MARKERS,
     SEPARATOR,
-    THINK,
-    THINK_END,
     TOOL_MARKERS,
     V3_CALL_TYPE,
     DeepseekParser,
-    start_of,
 )
 from whalepod.server.gateway.chat_formats.interface import CallOptions, ChatFormat
+from whalepod.server.gateway.chat_formats.text_parser import THINK, THINK_END, start_of
 from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, quoted
 
-_ASSISTANT: Final = "<｜Assistant｜>"
-_OPTION: Final = "thinking"
-"""What a template calls the option that turns reasoning on."""
+_V3_HEAD: Final = V3_CALL_TYPE + SEPARATOR
 
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -77,6 +74,35 @@ def _parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"type": "object", **parameters} if "properties" in parameters else dict(parameters)
 
 
+def describe_v3_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return V3.1's description with the calls of V3, of which nothing else is published."""
+    call = f"{CALL}{_V3_HEAD}tool_call_name\n```json\ntool_call_arguments\n```{CALL_END}"
+    return _describe(tools, call, "with a newline as separator")
+
+
+def describe_v31_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the description of tools that V3.1's model card asks for in the system prompt."""
+    call = f"{CALL}tool_call_name{SEPARATOR}tool_call_arguments{CALL_END}"
+    return _describe(tools, call, "directly without separators or spaces")
+
+
+def _describe(tools: Sequence[Mapping[str, Any]], call: str, chained: str) -> str:
+    listed = [
+        f"### {function['name']}\nDescription: {function.get('description') or ''}\n\n"
+        f"Parameters: {json.dumps(function.get('parameters') or {}, ensure_ascii=False)}"
+        for function in (tool["function"] for tool in tools)
+    ]
+    rules = (
+        "IMPORTANT: ALWAYS adhere to this exact format for tool use:\n"
+        f"{CALLS}{call}{{additional_tool_calls}}{CALLS_END}\n\n"
+        "Where:\n- `tool_call_name` must be an exact match to one of the available tools\n"
+        "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters "
+        f"Schema\n- For multiple tool calls, chain them {chained}"
+    )
+    heading = "## Tools\nYou have access to the following tools:"
+    return "\n\n".join((heading, *listed, rules))
+
+
 DEEPSEEK_R1: Final = ChatFormat(
     name="deepseek_r1",
     reasoning_parser_names=frozenset({"deepseek_r1"}),
@@ -85,8 +111,8 @@ DEEPSEEK_R1: Final = ChatFormat(
     reasoning_start=THINK,
     reasoning_end=THINK_END,
     call_openers=(CALLS, CALL),
-    # it cuts earlier turns at the tag and never asks whether to think
-    recognises=lambda text: _ASSISTANT in text and THINK_END in text and _OPTION not in text,
+    recognises=lambda habits: _V3_HEAD in habits.call and habits.drops_thought,
+    describe_tools=describe_v3_tools,
     start=start_of,
     new_parser=partial(DeepseekParser, reasons=True, trims_reasoning=True),
     call_grammar=v3_call_grammar,
@@ -101,7 +127,7 @@ DEEPSEEK_V3: Final = replace(
     markers=TOOL_MARKERS,
     reasoning_start=None,
     reasoning_end=None,
-    recognises=lambda text: _ASSISTANT in text and THINK_END not in text,
+    recognises=lambda habits: _V3_HEAD in habits.call and not habits.drops_thought,
     new_parser=partial(DeepseekParser, reasons=False, trims_reasoning=False),
 )
 """Answers without thinking; calls with their arguments in a JSON code fence."""
@@ -111,7 +137,8 @@ DEEPSEEK_V31: Final = replace(
     name="deepseek_v31",
     reasoning_parser_names=frozenset({"deepseek_v31", "deepseek_v3"}),
     tool_call_parser_names=frozenset({"deepseek_v31"}),
-    recognises=lambda text: _ASSISTANT in text and THINK_END in text and _OPTION in text,
+    recognises=lambda habits: SEPARATOR in habits.call and _V3_HEAD not in habits.call,
+    describe_tools=describe_v31_tools,
     new_parser=partial(DeepseekParser, reasons=True, trims_reasoning=False),
     call_grammar=v31_call_grammar,
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
+from whalepod.server.chat_template import TemplateHabits
 from whalepod.server.gateway.content_blocks import BlockWriter
 from whalepod.server.structured.schema_rules import RuleSet
 
@@ -13,8 +14,15 @@ Start: TypeAlias = Literal["reasoning", "content", "open"]
 """Where an answer begins; "open" when the prompt leaves that to the model."""
 
 
+STRUCTURE: Final = "\ufdd1"
+"""A noncharacter that comes before the text of a marker which the model wrote as its token.
+
+Spelled out by other tokens, the same text is letters, unless the tokenizer has no such token.
+"""
+
+
 class Parser(Protocol):
-    """Divides one answer. It only goes forward: reasoning, then content, then tool calls.
+    """Divides one answer into its reasoning, then text and tool calls.
 
     However the text is cut into pieces, its blocks are the same, and nothing is held back
     but what may still turn out to be markup. It never raises, whatever the text is.
@@ -68,6 +76,12 @@ class ParserOptions:
     parallel: bool = True
     """False: only the first call counts."""
     new_id: Callable[[], str]
+    token_markers: frozenset[str] = frozenset()
+    """The markers that are tokens: they count only with `STRUCTURE` before them."""
+
+    def spelled(self, marker: str) -> str:
+        """Return how a marker stands in the text that the parser gets."""
+        return STRUCTURE + marker if marker in self.token_markers else marker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +114,10 @@ class ChatFormat:
     """The marker that ends the reasoning; None: the format does not reason."""
     call_openers: tuple[str, ...]
     """The marker that opens a block of calls, then markers that open a call without a block."""
-    recognises: Callable[[str], bool]
-    """Whether a chat template (its text) is this format's."""
+    recognises: Callable[[TemplateHabits], bool]
+    """Whether a chat template renders calls in this format."""
+    describe_tools: Callable[[Sequence[Mapping[str, Any]]], str]
+    """Returns what a system prompt says of tools where the template leaves them out."""
     start: Callable[[str], Start]
     """Where the answer begins, from the end of the rendered prompt."""
     new_parser: Callable[[ParserOptions], Parser]

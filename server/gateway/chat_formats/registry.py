@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Final
 
+from whalepod.server.chat_template import ChatTemplate
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.chat_formats.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
 from whalepod.server.gateway.chat_formats.interface import ChatFormat
@@ -15,38 +14,15 @@ CHAT_FORMATS: Final = (DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31)
 AUTO: Final = "auto"
 
 
-def read_chat_template(folder: Path, override: Path | None = None) -> str | None:
-    """Return a checkpoint's chat template, read without its tokenizer; None without one.
-
-    A file `override` wins, then chat_template.jinja, then tokenizer_config.json, as transformers
-    has it. Raises StartupError for a file that cannot be read.
-    """
-    try:
-        for file in (override, folder / "chat_template.jinja"):
-            if file is not None and (file is override or file.exists()):
-                return file.read_text(encoding="utf-8")
-        file = folder / "tokenizer_config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise StartupError(f"the chat template cannot be read: {error}") from error
-    try:
-        template = config.get("chat_template")
-        if isinstance(template, list):  # of several, by name
-            template = {each["name"]: each["template"] for each in template}.get("default")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise StartupError(f"{file} is not what tokenizers write: {error!r}") from error
-    return None if template is None else str(template)
-
-
 def choose_chat_format(
-    template: str | None, *, reasoning_parser: str = AUTO, tool_call_parser: str = AUTO
+    template: ChatTemplate | None, *, reasoning_parser: str = AUTO, tool_call_parser: str = AUTO
 ) -> ChatFormat | None:
-    """Return the format of a chat template, or the one that both names select.
+    """Return the format of the calls that a template renders, or the one that both names select.
 
-    None: no format writes such a template and no name was given, so answers are plain text. Raises
+    None: no format has such calls and no name was given, so answers are plain text. Raises
     StartupError for an unknown name, and for one that the template contradicts.
     """
-    recognised = [each for each in CHAT_FORMATS if template and each.recognises(template)]
+    recognised = [each for each in CHAT_FORMATS if template and each.recognises(template.habits)]
     is_named = reasoning_parser != AUTO or tool_call_parser != AUTO
     if not recognised and not is_named:
         return None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from whalepod.server.gateway.chat_formats.deepseek_parser import MARKERS
 from whalepod.server.gateway.chat_formats.interface import ChatFormat, Parser, ParserOptions, Start
 from whalepod.server.gateway.content_blocks import BlockEnded, BlockEvent, BlockGrew, BlockStarted
 
@@ -60,12 +62,8 @@ class Parsed:
     calls: list[Call] = field(default_factory=list)
 
 
-ORDER = ["reasoning", "text", "call"]
-
-
 def assemble(events: Iterable[BlockEvent]) -> Parsed:
-    """Fold events, checking that they only go forward and that no block is touched after its
-    end."""
+    """Fold events; reasoning comes first, and no block is touched after its end."""
     parsed, started = Parsed(), list[BlockStarted]()
     is_open = False
     for event in events:
@@ -92,10 +90,8 @@ def assemble(events: Iterable[BlockEvent]) -> Parsed:
         assert is_open
         assert event.index == len(started) - 1
         is_open = not isinstance(event, BlockEnded)
-    places = [ORDER.index(event.kind) for event in started]
-    assert places == sorted(places)
-    assert places.count(0) <= 1
-    assert places.count(1) <= 1
+    kinds = [event.kind for event in started]
+    assert "reasoning" not in kinds[1:]
     return parsed
 
 
@@ -108,6 +104,17 @@ def parse(parser: Parser, pieces: Sequence[str], *, complete: bool = True) -> Pa
     events = [event for piece in pieces for event in feed(parser, piece)]
     parser.finish(complete=complete)
     return assemble([*events, *parser.blocks.take()])
+
+
+def smallest_pieces(text: str) -> list[str]:
+    """Return what one token each can say: markers, and characters."""
+    return re.findall("|".join([*map(re.escape, MARKERS), "."]), text, re.DOTALL)
+
+
+def cut_between_tokens(text: str, positions: Iterable[int]) -> list[str]:
+    """Cut a text at positions, and after a marker at positions inside it."""
+    ends = [*itertools.accumulate(map(len, smallest_pieces(text)), initial=0)]
+    return cut_at(text, [min(end for end in ends if end >= position) for position in positions])
 
 
 def cut_at(text: str, positions: Iterable[int]) -> list[str]:
