@@ -21,6 +21,7 @@ from tests.gateway.test_real_server import request_bytes
 from tests.gateway.wire import chat, error_of, user
 from whalepod.scheduler.limits import RequestRejected
 from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
+from whalepod.server.chat_template import ChatTemplate
 from whalepod.server.config import GatewayConfig
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.connection import TimedHttpProtocol
@@ -319,7 +320,7 @@ def test_I40_all_text_of_a_request_is_bounded_before_it_is_encoded(
     path: str,
     bulk: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(tokenizer.transformers, "chat_template", TEMPLATE)
+    monkeypatch.setattr(tokenizer, "template", ChatTemplate(TEMPLATE, {}))
     monkeypatch.setattr(tokenizer, "_encode", lambda text: pytest.fail(f"{len(text)} encoded"))
 
     error = error_of(client.post(path, json={"model": "tiny", **bulk}), 400)
