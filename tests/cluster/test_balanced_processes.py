@@ -21,6 +21,7 @@ from tests.cluster.test_rank_processes import (
     answers_of_one,
     ask_all,
     check_equal,
+    check_near,
     config_of,
     nano as nano,
     requests,
@@ -173,4 +174,39 @@ def test_a_rank_that_breaks_while_experts_move_costs_no_answer_of_the_others(
                 check_equal(wanted, one)
 
     with RankGroup(config_of_balanced(nano), module="tests.cluster.breakable_rank") as group:
+        asyncio.run(scenario(group))
+
+
+@pytest.mark.long
+def test_ranks_that_sum_their_own_experts_do_without_a_lost_one_too(
+    nano: str, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The throughput mode, whose sums are rounded differently: first tokens are compared."""
+    submits, victim = requests(12), 1
+    expected = answers_of_one(nano, submits)
+    config = config_of_balanced(nano)
+    config = replace(config, device=replace(config.device, batch_invariant=False))
+
+    async def scenario(group: RankGroup) -> None:
+        try:
+            await serve_without(group)
+        finally:
+            is_done.set()  # else the thread that waits for it keeps the loop open
+
+    async def serve_without(group: RankGroup) -> None:
+        monkeypatch.setattr(group, "replace_rank", lambda rank: is_done.wait(PATIENCE_S))
+        async with routed(group) as router:
+            await asyncio.gather(*(answer(router, submit) for submit in submits))
+            os.kill(group.pid(victim), signal.SIGKILL)
+            async with asyncio.timeout(PATIENCE_S):
+                while router._ranks[victim].lost is None:
+                    await asyncio.sleep(0.05)
+            named = [replace(s, request_id=f"again-{s.request_id}") for s in submits]
+            found = await asyncio.gather(*(answer(router, submit) for submit in named))
+            for one, wanted in zip(found, expected, strict=True):
+                check_near(wanted, one)
+            assert all(row[3:6] == (-1, -1, -1) for row in experts_of(router).slots)
+
+    is_done = threading.Event()
+    with RankGroup(config) as group:
         asyncio.run(scenario(group))
