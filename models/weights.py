@@ -137,7 +137,8 @@ class CheckpointWeights:
         return packed
 
     def save_packed(self) -> None:
-        """Keep what was packed for the next start."""
+        """Keep what was packed for the next start. What is read from here on is not reported."""
+        self._progress = None
         if self._packed_files is not None:
             self._packed_files.save()
 
