@@ -14,6 +14,9 @@ from whalepod.scheduler.params import Constraint
 from whalepod.server.structured.interface import Compiler, GrammarError, Matcher
 
 MAX_CACHED_GRAMMARS = 256
+MAX_CACHED_BYTES = 256 * 1024 * 1024
+GRAMMAR_BYTES, BYTES_PER_CHARACTER = 64 * 1024, 128
+"""About what a compiled grammar takes, and each character of its text: 80 KB took 10 MiB."""
 NOT_OPEN = -1
 """The length of a reasoning that the model may still begin."""
 
@@ -113,15 +116,20 @@ class GrammarStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="whalepod-grammar")
         self._compiler = self._thread.submit(load_compiler)
         self._matchers: OrderedDict[tuple[str, str], Future[Matcher]] = OrderedDict()
+        self._num_bytes = 0
 
     def matcher(self, constraint: Constraint) -> Future[Matcher]:
         """Return the grammar's matcher, to be copied, or a GrammarError, when it is ready."""
         key = (constraint.kind, constraint.grammar)
         if key not in self._matchers:
             self._matchers[key] = self._thread.submit(self._compile, constraint)
+            self._num_bytes += _size(constraint.grammar)
         self._matchers.move_to_end(key)
-        while len(self._matchers) > MAX_CACHED_GRAMMARS:
-            self._matchers.popitem(last=False)
+        while len(self._matchers) > 1 and (
+            len(self._matchers) > MAX_CACHED_GRAMMARS or self._num_bytes > MAX_CACHED_BYTES
+        ):
+            (_, grammar), _ = self._matchers.popitem(last=False)
+            self._num_bytes -= _size(grammar)
         return self._matchers[key]
 
     def _compile(self, constraint: Constraint) -> Matcher:
@@ -136,3 +144,8 @@ class GrammarStore:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _size(grammar: str) -> int:
+    """Return about how many bytes a compiled grammar takes."""
+    return GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(grammar)

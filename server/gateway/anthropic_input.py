@@ -291,7 +291,8 @@ def _earlier_blocks(message: AnthropicMessage, call_ids: set[str]) -> list[BaseM
     blocks: list[BaseModel] = []
     for block in message.content:
         if block.get("type") == "tool_result":
-            if block.get("tool_use_id") not in call_ids:
+            call_id = block.get("tool_use_id")
+            if not isinstance(call_id, str) or call_id not in call_ids:
                 continue
             block = {**block, "content": readable(block.get("content")) or ""}
         with suppress(ApiError):

@@ -75,20 +75,26 @@ class ChatEncoder:
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(choice.text_logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **self._token_ids(choice.token_ids),
         }
 
     def _text_frames(self, event: Delta) -> bytes:
-        """One frame for each block's part; the tokens of all go with the first."""
+        """One frame for each block's part; the tokens of all go with the first.
+
+        Log-probabilities go with the text that their tokens make.
+        """
         deltas = list(_deltas(event))
-        if not deltas and self._options.shows_tokens:
+        if not deltas and self._options.return_token_ids:
             deltas = [{"content": ""}]
-        fields = {"logprobs": self._logprobs(event.logprobs), **self._token_ids(event.token_ids)}
+        fields = self._token_ids(event.token_ids)
+        logprobs = self._logprobs(event.text_logprobs) if event.text_logprobs else None
         frames = []
         for delta in deltas:
+            if "content" in delta and logprobs is not None:
+                fields, logprobs = {**fields, "logprobs": logprobs}, None
             frames.append(self._choice_frame(event.index, delta, **fields))
             fields = {}
         return b"".join(frames)

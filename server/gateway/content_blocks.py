@@ -5,7 +5,8 @@ Blocks are the output items of Responses and the content blocks of Messages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["reasoning", "text", "call"]
@@ -107,6 +108,18 @@ class BlockWriter:
 
     def _call_index(self, kind: Kind) -> int:
         return self.num_calls - 1 if kind == "call" else -1
+
+
+def joined(events: Iterable[BlockEvent]) -> tuple[BlockEvent, ...]:
+    """Return events with adjacent pieces of a block as one."""
+    whole: list[BlockEvent] = []
+    for event in events:
+        last = whole[-1] if whole else None
+        if isinstance(event, BlockGrew) and isinstance(last, BlockGrew):
+            event = replace(last, text=last.text + event.text)
+            whole.pop()
+        whole.append(event)
+    return tuple(whole)
 
 
 @dataclass(slots=True, kw_only=True)

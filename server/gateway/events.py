@@ -42,6 +42,8 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
     """One per token when asked for; None for the first token of an echoed prompt."""
+    text_logprobs: tuple[TokenLogprob, ...] = ()
+    """Those of the tokens that make the text in `blocks`."""
     text_offsets: tuple[int, ...] = ()
     """Where each token starts, in characters from the start of the choice's text."""
     is_prompt: bool = False
@@ -106,6 +108,7 @@ class Choice:
     blocks: list[Block] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    text_logprobs: list[TokenLogprob] = field(default_factory=list)
     logprob_token_ids: list[int] = field(default_factory=list)
     """The tokens of `logprobs`: with `echo` these begin with the prompt's."""
     text_offsets: list[int] = field(default_factory=list)
@@ -124,6 +127,7 @@ class Choice:
             return
         if not event.is_prompt:
             self.token_ids += event.token_ids
+        self.text_logprobs += event.text_logprobs
         if event.logprobs:
             self.logprobs += event.logprobs
             self.logprob_token_ids += event.token_ids

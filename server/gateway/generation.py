@@ -11,6 +11,7 @@ from whalepod.scheduler.plan import SequenceOutput, TokenLogprob
 from whalepod.server.engine_client import EngineClient
 from whalepod.server.gateway.api_errors import ApiError, as_api_error
 from whalepod.server.gateway.chat_formats.interface import STRUCTURE, Parser, PlainParser
+from whalepod.server.gateway.content_blocks import BlockEvent, joined
 from whalepod.server.gateway.events import (
     ChoiceStarted,
     Delta,
@@ -20,6 +21,7 @@ from whalepod.server.gateway.events import (
     UsageReady,
 )
 from whalepod.server.gateway.stops import StopMatcher
+from whalepod.server.gateway.text_tokens import TextTokens
 from whalepod.server.gateway.timers import RequestTimer
 from whalepod.server.messages import Submit
 from whalepod.server.tokenizer import TextTokenizer
@@ -55,6 +57,8 @@ class ChoiceDecoder:
         )
         self._parser = run.new_parser()
         self._stops = StopMatcher(run.stops, run.include_stop) if run.stops else None
+        asked = run.submit.params.logprobs is not None
+        self._text_tokens = TextTokens() if asked else None
         self._num_chars = 0
         self._started = False
         self.num_tokens = 0
@@ -98,6 +102,8 @@ class ChoiceDecoder:
     def _decode(self, output: SequenceOutput) -> tuple[Delta | None, str | None]:
         """Decode token by token up to a stop string; ids, logprobs and text end together."""
         offsets: list[int] = []
+        blocks: list[BlockEvent] = []
+        text_logprobs: list[TokenLogprob] = []
         stop = None
         for token_id in output.token_ids:
             self.num_tokens += 1
@@ -107,6 +113,11 @@ class ChoiceDecoder:
             piece = "" if ends and not self._run.include_stop else self._detokenizer.push(token_id)
             text, stop = self._match(self._marked(piece, token_id))
             self._parser.feed(text)
+            if self._text_tokens is not None:
+                if piece or (not ends and token_id not in self._tokenizer.special_ids):
+                    self._text_tokens.push(piece, output.logprobs[len(offsets) - 1])
+                blocks += (new := self._parser.blocks.take())
+                text_logprobs += self._text_tokens.take(new)
             if stop is not None:
                 break
         self._count_drafts(output, len(offsets))
@@ -115,14 +126,17 @@ class ChoiceDecoder:
             self._parser.feed(text + (self._stops.flush() if self._stops else ""))
         if stop is not None or output.finish_reason is not None:
             self._parser.finish(complete=self._is_complete(output, stop))
-        blocks = self._parser.blocks.take()
+        blocks += (new := self._parser.blocks.take())
+        if self._text_tokens is not None:
+            text_logprobs += self._text_tokens.take(new)
         if not offsets and not blocks:
             return None, stop
         delta = Delta(
             index=self._index,
-            blocks=blocks,
+            blocks=joined(blocks),
             token_ids=output.token_ids[: len(offsets)],
             logprobs=output.logprobs[: len(offsets)],
+            text_logprobs=tuple(text_logprobs),
             text_offsets=tuple(offsets),
         )
         return delta, stop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from whalepod.server.gateway.api_errors import ApiError, invalid
 from whalepod.server.gateway.generation import PromptRun
@@ -17,14 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarChecks:
-    """Compiles grammars for one model; its process starts with the first."""
+    """Compiles grammars for one model; its processes start when they are needed."""
 
     def __init__(self, tokenizer: TextTokenizer, info: EngineInfo) -> None:
         self._tokenizer, self._info = tokenizer, info
         self._checker: GrammarChecker | None = None
 
-    async def check(self, runs: Sequence[PromptRun]) -> None:
-        """Return when the grammars of a request are known to compile; ApiError says why not."""
+    async def check(self, runs: Sequence[PromptRun], client: Hashable) -> None:
+        """Return when the grammars of a request are known to compile; ApiError says why not.
+
+        Clients take turns. `client` is who asks.
+        """
         for run in runs:
             constraint = run.submit.params.constraint
             if constraint is None or constraint.kind == "any":
@@ -32,7 +35,7 @@ class GrammarChecks:
             if self._checker is None:
                 self._checker = self._new_checker()
             try:
-                await self._checker.check(constraint)
+                await self._checker.check(constraint, client)
             except GrammarError as error:
                 param = run.constraint_param
                 raise invalid(param, f"{param}: the grammar cannot be compiled: {error}") from None
@@ -41,7 +44,7 @@ class GrammarChecks:
                 raise ApiError("compiler_unavailable", str(error)) from error
 
     async def close(self) -> None:
-        """End the process that compiles."""
+        """End the processes that compile."""
         if self._checker is not None:
             await self._checker.close()
 

@@ -13,6 +13,7 @@ from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.chat_formats.interface import CallOptions, ChatFormat, Start
 from whalepod.server.gateway.limits import MAX_FORCED_CALLS, MAX_GRAMMAR_CHARS, MAX_NUM_CHOICE_TEXTS
 from whalepod.server.gateway.schema import ChatRequest, ResponseFormat
+from whalepod.server.gateway.strict_schemas import closed
 from whalepod.server.gateway.tools import Functions, ToolChoice, strict_functions
 from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, one_of, quoted
 from whalepod.server.tokenizer import TextTokenizer
@@ -29,7 +30,10 @@ def of_response_format(response_format: ResponseFormat | None) -> Constraint | N
     path = "response_format.json_schema"
     if response_format.json_schema is None:
         raise invalid(path, f"{path} is missing")
-    return _of_schema(response_format.json_schema.get("schema"), f"{path}.schema")
+    schema = response_format.json_schema.get("schema")
+    if response_format.json_schema.get("strict") is True and isinstance(schema, dict):
+        schema = closed(schema, f"{path}.schema")
+    return _of_schema(schema, f"{path}.schema")
 
 
 def of_structured_outputs(fields: Mapping[str, Any] | None) -> Constraint | None:
@@ -163,7 +167,10 @@ class GuidedDecoding:
                 "enforced: leave strict out, or force the call with tool_choice",
             )
         options = CallOptions(
-            tools={name: functions[name] if name in strict else ANY_OBJECT for name in functions},
+            tools={
+                name: _closed_parameters(functions, name) if name in strict else ANY_OBJECT
+                for name in functions
+            },
             strict=strict,
             max_calls=MAX_FORCED_CALLS if parallel else 1,
             marker=self._marker_term,
@@ -192,7 +199,11 @@ class GuidedDecoding:
         chat_format = self._known_format(f"tool_choice {choice.mode} needs", "tool_choice")
         is_named = choice.name is not None
         options = CallOptions(
-            tools={name: functions[name] for name in functions if choice.name in (None, name)},
+            tools={
+                name: _closed_parameters(functions, name) if name in strict else functions[name]
+                for name in functions
+                if choice.name in (None, name)
+            },
             strict=strict,
             max_calls=MAX_FORCED_CALLS if parallel and not is_named else 1,
             marker=self._marker_term,
@@ -222,6 +233,10 @@ class GuidedDecoding:
         if not ids:
             raise invalid("thinking", f"{marker} is no token of this model: turn thinking off")
         return min(ids)
+
+
+def _closed_parameters(functions: Functions, name: str) -> Mapping[str, Any]:
+    return closed(functions[name] or ANY_OBJECT, f"tools: the strict parameters of {name}")
 
 
 def _or_calls(constraint: Constraint, calls: RuleSet) -> Constraint:

@@ -61,7 +61,8 @@ class _History:
         if role == "assistant":
             self.messages.append(self._answer(message, text))
         elif role == "tool":
-            if (call_id := message.get("tool_call_id")) in self._call_ids:
+            call_id = message.get("tool_call_id")
+            if isinstance(call_id, str) and call_id in self._call_ids:
                 self.messages.append({"role": role, "tool_call_id": call_id, "content": text or ""})
         elif role in _ROLES:
             self.messages.append({"role": role, "content": text or ""} | _names(message, "name"))

@@ -47,7 +47,7 @@ async def answer(
         num_bytes = request.state.num_body_bytes + num_stored_bytes
         runs = await gateway.tokenizer_pool.run(make_runs, num_bytes)
         if any(run.submit.params.constraint for run in runs):
-            await gateway.grammars.check(runs)
+            await gateway.grammars.check(runs, live.client)
         return runs
 
     runs = await _unless_client_leaves(request.receive, live.within_limits(checked))

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -29,6 +29,8 @@ class LiveRequest:
     def __init__(self, request_id: str, owner: int | None, path: str, timeout_s: float) -> None:
         """`owner` is the number of the key that it showed; `timeout_s` 0 lets it take for ever."""
         self.request_id, self.owner, self.path = request_id, owner, path
+        self.client: Hashable = owner
+        """Who shares what is shared by turns: the key, or the address where there are no keys."""
         self.arrived_s = time.monotonic()
         self._timeout_s = timeout_s
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
@@ -163,6 +165,8 @@ class LiveRequestMiddleware:
         state = scope.setdefault("state", {})
         request_id, owner = state.get("request_id", ""), state.get("key_number")
         with self._requests.track(request_id, owner, scope["path"]) as live:
+            if owner is None and scope.get("client"):
+                live.client = scope["client"][0]
             state["live"] = live
             await self._app(scope, receive, send)
 

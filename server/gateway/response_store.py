@@ -108,7 +108,7 @@ class Ids:
 
     def input_item(self, item: Item, position: int) -> str:
         """Return the id of an input item: its own, or one that no output item has."""
-        prefix = _INPUT_ID_PREFIXES.get(item.get("type", "message"), "msg")
+        prefix = _INPUT_ID_PREFIXES.get(str(item.get("type")), "msg")
         return str(item.get("id") or f"{prefix}_{self.suffix}i{position:04x}")
 
 

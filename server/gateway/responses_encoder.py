@@ -114,7 +114,7 @@ class ResponsesEncoder:
     ) -> None:
         """`write_logprobs` turns log-probabilities into JSON; None when the request did not ask.
 
-        All tokens of the answer have one, markup and reasoning included.
+        The tokens of the text have one, not those of markup, reasoning and calls.
         """
         self._fields = fields
         self._ids = ids
@@ -179,7 +179,7 @@ class ResponsesEncoder:
     def _written(self, block: Block, start: int = 0) -> list[Any]:
         """Return the log-probabilities from a position on, for a text if they were asked for."""
         write = self._write_logprobs if block.kind == "text" else None
-        return write(self._choice.logprobs[start:]) if write else []
+        return write(self._choice.text_logprobs[start:]) if write else []
 
     # -- stream --------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class ResponsesEncoder:
                 fields = {**place, "delta": event.text}
                 if block.kind == "text":
                     fields["logprobs"] = self._written(block, self._num_sent_logprobs)
-                    self._num_sent_logprobs = len(self._choice.logprobs)
+                    self._num_sent_logprobs = len(self._choice.text_logprobs)
                 yield f"{name}.delta", fields
             case BlockEnded():
                 yield f"{name}.done", {**place, **self._whole(block)}

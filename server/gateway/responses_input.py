@@ -300,7 +300,7 @@ class _Conversation:
 def read_item(item: object, path: tuple[str | int, ...]) -> object:
     """Return a checked item, None for one that is passed over; ApiError names what is wrong."""
     kind = _kind_of(item)
-    if kind not in ITEM_SCHEMAS and isinstance(kind, str) and _TRACES.fullmatch(kind):
+    if isinstance(kind, str) and kind not in ITEM_SCHEMAS and _TRACES.fullmatch(kind):
         return None
     schema = ITEM_SCHEMAS.get(kind) if isinstance(kind, str) else None
     if schema is None:
@@ -437,4 +437,5 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
         return {"type": asked.type}
     if asked.schema_ is None:
         raise invalid("text.format.schema", "text.format.schema is missing")
-    return {"type": "json_schema", "json_schema": {"name": asked.name, "schema": asked.schema_}}
+    named = {"name": asked.name, "schema": asked.schema_, "strict": asked.strict}
+    return {"type": "json_schema", "json_schema": named}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 import numpy as np
@@ -16,8 +16,9 @@ from whalepod.scheduler.params import Constraint
 from whalepod.server.structured.interface import GrammarError, Matcher
 from whalepod.server.structured.schema_rules import RuleSet, SchemaRule, decode_rules
 
-WHITE_SPACE: Final = r"[ \t\r\n]{0,8}"
-"""Between two tokens of JSON: a model that likes spaces must come to an end."""
+WHITE_SPACE: Final = r"( |\r?\n( {0,16}|\t{0,8}))?"
+"""Between two tokens of JSON: a blank, or a new line with its indentation. A model that likes
+spaces must come to an end."""
 
 _ESCAPE_OR_CLASS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPEATED_REPEAT: Final = re.compile(r"[*+?}]\*")
@@ -114,8 +115,64 @@ def _with_schemas(rules: RuleSet) -> str:
 
 
 def _json_term(rule: SchemaRule) -> str:
-    guidance = {"whitespace_pattern": WHITE_SPACE, "lenient": not rule.is_strict}
-    return "%json " + orjson.dumps({**rule.schema, "x-guidance": guidance}).decode()
+    schema = rule.schema if rule.is_strict else enforceable(rule.schema)
+    return _term_of(schema, is_strict=rule.is_strict)
+
+
+def _term_of(schema: object, *, is_strict: bool) -> str:
+    if not isinstance(schema, dict):
+        schema = {"allOf": [schema]}
+    guidance = {"whitespace_pattern": WHITE_SPACE, "lenient": not is_strict}
+    return "%json " + orjson.dumps({**schema, "x-guidance": guidance}).decode()
+
+
+def enforceable(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what can be enforced of a schema that need not be: a part that cannot is passed over.
+
+    First patterns that the library cannot read, then whole properties. What is no schema at all
+    stays one that is refused.
+    """
+    if _is_enforceable(schema):
+        return schema
+    loose = _without_odd_patterns(schema)
+    assert isinstance(loose, dict)
+    if _is_enforceable(loose):
+        return loose
+    shared = {key: value for key, value in loose.items() if key in ("$defs", "definitions")}
+    properties = loose.get("properties")
+    if isinstance(properties, dict):
+        checked = {
+            name: part if _is_enforceable({"allOf": [part]} | shared) else {}
+            for name, part in properties.items()
+        }
+        loose = {**loose, "properties": checked}
+    return loose
+
+
+def _is_enforceable(schema: Mapping[str, Any]) -> bool:
+    try:
+        grammar = LLMatcher.grammar_from_lark(f"start: x\nx: {_term_of(schema, is_strict=False)}")
+        return not LLMatcher.validate_grammar(grammar)
+    except Exception:  # the converters raise whatever they stumble over
+        return False
+
+
+def _without_odd_patterns(schema: object) -> object:
+    """Return a schema without the regular expressions that the library cannot read."""
+    if isinstance(schema, list):
+        return [_without_odd_patterns(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    whole = {key: _without_odd_patterns(value) for key, value in schema.items()}
+    if isinstance(pattern := whole.get("pattern"), str) and not _is_readable(pattern):
+        del whole["pattern"]
+    if isinstance(patterns := whole.get("patternProperties"), dict):
+        whole["patternProperties"] = {key: patterns[key] for key in patterns if _is_readable(key)}
+    return whole
+
+
+def _is_readable(pattern: str) -> bool:
+    return _is_enforceable({"type": "string", "pattern": pattern})
 
 
 def _refuse_repeated_repeat(pattern: str) -> None:

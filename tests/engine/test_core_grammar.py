@@ -15,6 +15,7 @@ from whalepod.server.engine.core import EngineCore
 from whalepod.server.engine.grammar import GrammarStore
 from whalepod.server.engine.grammar_queue import MAX_COMPILING
 from whalepod.server.messages import Abort, Rejected, Submit
+from whalepod.server.structured.interface import GrammarError, Matcher
 
 THINK, THINK_END = 48, 49
 RULE = Constraint(kind="lark", grammar="12")
@@ -272,3 +273,22 @@ def test_what_cannot_be_constrained_is_refused(
     assert refusal(core, submit("one more", waiting)).startswith("queue_full")
     core.receive([Abort(request_id=f"w{i}") for i in range(MAX_COMPILING)])
     core.check()
+
+
+def test_B4_compiled_grammars_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whalepod.server.engine.grammar.MAX_CACHED_BYTES", 1_000_000)
+    store = GrammarStore(FailingCompiler)
+    for i in range(50):
+        store.matcher(Constraint(kind="regex", grammar=f"{i}" + "x" * 1000))
+        assert store._num_bytes <= 1_000_000 or len(store._matchers) == 1
+    assert 1 < len(store._matchers) < 10
+    store.matcher(Constraint(kind="regex", grammar="y" * 100_000))
+    assert len(store._matchers) == 1  # the newest one in any case
+    store.matcher(Constraint(kind="regex", grammar="z"))
+    assert len(store._matchers) == 1
+    store.close()
+
+
+class FailingCompiler:
+    def compile(self, constraint: Constraint) -> Matcher:
+        raise GrammarError("none")

@@ -127,7 +127,7 @@ class BusyChecker:
     def __init__(self) -> None:
         self.num_waiting = 0
 
-    async def check(self, constraint: Constraint) -> None:
+    async def check(self, constraint: Constraint, client: object) -> None:
         self.num_waiting += 1
         try:
             await asyncio.Event().wait()

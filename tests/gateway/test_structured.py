@@ -217,10 +217,10 @@ def test_a_schema_that_explodes_is_refused_in_time(
     gateway = client.app.state.gateway  # type: ignore[attr-defined]
     slow = schema(SLOW)
     complete(client, structured_outputs={"regex": "a"})  # the worker runs now
-    monkeypatch.setattr(gateway.grammars._checker, "_timeout_s", 0.5)
+    monkeypatch.setattr(gateway.grammars._checker._compilers[0], "_timeout_s", 0.5)
     body = {"model": "tiny", "messages": [user("hi")], "response_format": slow}
 
-    compiler = gateway.grammars._checker._process
+    compiler = gateway.grammars._checker._compilers[0]._process
     error = error_of(client.post("/v1/chat/completions", json=body), 400)
 
     assert "more than 0.5 s" in error["message"]
@@ -236,7 +236,7 @@ def test_a_compiler_that_does_not_start_is_a_503(
 ) -> None:
     gateway = client.app.state.gateway  # type: ignore[attr-defined]
     broken = gateway.grammars._new_checker()
-    broken._vocabulary["tokenizer_json"] = "{"
+    broken._compilers[0]._vocabulary["tokenizer_json"] = "{"
     monkeypatch.setattr(gateway.grammars, "_checker", broken)
     body = {"prompt": "hi", "structured_outputs": {"regex": "a"}}
 
@@ -244,7 +244,7 @@ def test_a_compiler_that_does_not_start_is_a_503(
 
     assert error_of(response, 503)["code"] == "compiler_unavailable"
     assert response.headers["retry-after"]
-    assert broken._process is None
+    assert broken._compilers[0]._process is None
 
 
 def test_too_many_grammars_that_wait_for_the_worker_are_a_503(
@@ -414,3 +414,106 @@ def test_strict_must_be_true_or_false(client: TestClient, strict: Any) -> None:
     error = error_of(client.post("/v1/chat/completions", json=body), 400)
 
     assert error["param"] == "tools[0].function.strict"
+
+
+OPEN_OBJECT = {"type": "object", "properties": {"a": {"enum": ["x"]}}}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {}},
+        {"type": "object"},
+        OPEN_OBJECT,
+        {"type": "object", "properties": {"o": OPEN_OBJECT}, "required": ["o"]},
+        {"type": "object", "properties": {"o": {"anyOf": [OPEN_OBJECT]}}, "required": ["o"]},
+        {
+            "type": "object",
+            "properties": {"l": {"type": "array", "items": OPEN_OBJECT, "maxItems": 2}},
+            "required": ["l"],
+        },
+        {
+            "$defs": {"o": OPEN_OBJECT},
+            "type": "object",
+            "properties": {"o": {"$ref": "#/$defs/o"}},
+            "required": ["o"],
+        },
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["tools", "response_format"])
+def test_I21_strict_objects_have_no_key_but_theirs_and_none_twice(
+    client: TestClient, parameters: dict[str, Any], where: str
+) -> None:
+    fields: dict[str, Any] = {"response_format": schema(parameters)}
+    if where == "tools":
+        tools = [strict_tool(strict=True, parameters=parameters)]
+        fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    for seed in SEEDS:
+        answer = both(client, **fields, seed=seed, temperature=1, max_tokens=200)
+        text = answer["message"]["content"]
+        if where == "tools":
+            text = answer["message"]["tool_calls"][0]["function"]["arguments"]
+        json.loads(text, object_pairs_hook=check_keys)
+
+
+def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    assert len(set(names)) == len(names), names
+    assert set(names) <= {"a", "o", "l"}
+    return dict(pairs)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        OPEN_OBJECT | {"additionalProperties": True},
+        OPEN_OBJECT | {"additionalProperties": {"type": "string"}},
+        OPEN_OBJECT | {"patternProperties": {"^x": {}}},
+        {"type": "object", "properties": {"o": OPEN_OBJECT | {"additionalProperties": True}}},
+        {"allOf": [OPEN_OBJECT, {"type": "object", "properties": {"b": {}}}]},
+    ],
+    ids=str,
+)
+def test_I21_strict_objects_that_are_meant_to_be_open_are_refused(
+    client: TestClient, parameters: dict[str, Any]
+) -> None:
+    body = {"model": "tiny", "messages": [user("hi")], "max_tokens": 1}
+    tools = [strict_tool(strict=True, parameters=parameters)]
+
+    error = error_of(client.post("/v1/chat/completions", json=body | {"tools": tools}), 400)
+    assert (error["param"], "strict" in error["message"]) == ("tools", True)
+    formatted = body | {"response_format": schema(parameters)}
+    error = error_of(client.post("/v1/chat/completions", json=formatted), 400)
+    assert error["param"] == "response_format.json_schema.schema"
+
+
+ODD_PARAMETERS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"p": {"type": "string", "pattern": "^(?!.*[.][.]).*$"}}},
+    {"type": "object", "properties": {"p": {"type": "string", "pattern": "("}}},
+    {"type": "object", "properties": {"p": {"$ref": "#/nowhere"}}},
+    {"type": "object", "properties": {"p": {"type": "dream"}, "q": {"enum": [1]}}},
+    {"type": "object", "patternProperties": {"^(?=a)": {}}},
+    {"type": "object", "properties": {"p": {"type": "string", "minLength": 5, "maxLength": 2}}},
+]
+
+
+@pytest.mark.parametrize("parameters", ODD_PARAMETERS, ids=str)
+def test_N028_what_cannot_be_enforced_of_a_loose_tool_is_passed_over(
+    client: TestClient, parameters: dict[str, Any]
+) -> None:
+    body = {"model": "tiny", "messages": [user("hi")], "max_tokens": 2}
+    tools = [tool(), strict_tool("bad", parameters=parameters)]
+    for fields in (
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "bad"}}},
+        {"response_format": {"type": "json_object"}},
+        {},
+    ):
+        response = client.post("/v1/chat/completions", json={**body, "tools": tools, **fields})
+        assert response.status_code == 200, response.text
+    if "maxLength" in str(parameters):
+        return  # of an optional property: it can be left out
+    tools = [tool(), strict_tool("bad", strict=True, parameters=parameters)]
+    body |= {"tools": tools, "tool_choice": "required"}
+    assert error_of(client.post("/v1/chat/completions", json=body), 400)["param"] == "tools"

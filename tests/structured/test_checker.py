@@ -12,7 +12,12 @@ import pytest
 
 from whalepod.models.synthetic_tokenizer import train_tokenizer
 from whalepod.scheduler.params import Constraint
-from whalepod.server.structured.checker import GrammarChecker
+from whalepod.server.structured.checker import (
+    NUM_COMPILERS,
+    GrammarChecker,
+    Turns,
+    digest_of,
+)
 from whalepod.server.structured.interface import CompilerUnavailableError, GrammarError
 
 DEADLINE_S = 60.0
@@ -30,13 +35,14 @@ async def checker() -> AsyncIterator[GrammarChecker]:
             yield checker
     finally:
         await checker.close()
-        assert checker._process is None
-        assert not checker._lock.locked()
+        assert all(compiler._process is None for compiler in checker._compilers)
+        assert len(checker._idle) == NUM_COMPILERS
 
 
 def pid_of(checker: GrammarChecker) -> int:
-    assert checker._process is not None
-    return checker._process.pid
+    (first, *_) = checker._compilers
+    assert first._process is not None
+    return first._process.pid
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -64,14 +70,14 @@ def test_a_grammar_is_not_blamed_for_the_end_of_a_worker_that_was_killed(number:
 def test_a_worker_that_was_killed_while_idle_is_replaced_unnoticed() -> None:
     async def scenario() -> None:
         async with checker() as own:
-            process = own._process
+            process = own._compilers[0]._process
             assert process is not None
             process.kill()
             await until(lambda: process.returncode is not None)
             await own.check(GOOD)
             with pytest.raises(GrammarError):
                 await own.check(BAD)
-            assert own._process is not process
+            assert own._compilers[0]._process is not process
 
     asyncio.run(scenario())
 
@@ -90,7 +96,7 @@ def test_a_client_that_leaves_takes_neither_worker_nor_verdict_along() -> None:
             assert own._num_waiting == 1
             os.kill(pid, signal.SIGCONT)
             await third
-            assert own._verdicts["regex", BAD.grammar]
+            assert own._verdicts[digest_of(BAD)]
             assert pid_of(own) == pid
 
     asyncio.run(scenario())
@@ -107,3 +113,56 @@ def test_closing_ends_a_worker_that_is_asked() -> None:
                 await judged
 
     asyncio.run(scenario())
+
+
+def test_B3_clients_take_turns_and_hold_one_compiler_each() -> None:
+    async def scenario() -> None:
+        turns = Turns(2)
+        order: list[str] = []
+
+        async def work(client: str, done: asyncio.Event) -> None:
+            await turns.take(client)
+            order.append(client)
+            await done.wait()
+            turns.give_back(client)
+
+        ends = [asyncio.Event() for _ in range(7)]
+        clients = ["many"] * 4 + ["a", "b", "a"]
+        tasks = [
+            asyncio.create_task(work(client, end))
+            for client, end in zip(clients, ends, strict=True)
+        ]
+        await until(lambda: len(order) == 2)
+        assert order == ["many", "a"]  # one of many's, though it came with four
+        tasks[1].cancel()  # who leaves holds up nobody
+        await asyncio.gather(tasks[1], return_exceptions=True)
+        ends[0].set()
+        await until(lambda: len(order) == 3)
+        assert order[2] == "b"
+        for end in ends:
+            end.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert sorted(order) == ["a", "a", "b", "many", "many", "many"]
+
+    asyncio.run(scenario())
+
+
+def test_B3_slow_grammars_of_one_client_do_not_hold_up_another() -> None:
+    async def scenario() -> None:
+        async with checker() as own:
+            os.kill(pid_of(own), signal.SIGSTOP)  # stands for a grammar that takes for ever
+            grammars = [Constraint(kind="regex", grammar=f"x{i}") for i in range(10)]
+            slow = [asyncio.create_task(own.check(grammar, "slow")) for grammar in grammars]
+            await until(lambda: len(own._asking) == 1 and own._num_waiting == 10)
+            await own.check(GOOD, "other")
+            assert own._num_waiting == 10
+            os.kill(pid_of(own), signal.SIGCONT)
+            await asyncio.gather(*slow)
+
+    asyncio.run(scenario())
+
+
+def test_B4_verdicts_do_not_keep_the_texts_of_grammars() -> None:
+    long = Constraint(kind="lark", grammar="start: " + "x" * 100_000)
+    assert len(digest_of(long)) == 32
+    assert digest_of(long) != digest_of(GOOD) != digest_of(BAD)
