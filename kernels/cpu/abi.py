@@ -11,6 +11,8 @@ not hold up the others between stages. Which thread computes an item never chang
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ def record(*fields: str) -> Any:
 
     fields: names, split by blanks, each with its kind: `name` int64, `name:bool`, `name:float` (f32
     in compiled code), or an address: `name:f32`, `:i32`, `:i64`, `:bytes`, `:values` (of the model
-    dtype), `:operands` (weights and rows that they multiply: model dtype, or bytes of int8)
+    dtype), `:operands` (weights and rows that they multiply: what the kernel is compiled for)
     """
     pairs = [field.partition(":") for line in fields for field in line.split()]
     new_class: Any = namedtuple
@@ -64,12 +66,13 @@ def record(*fields: str) -> Any:
 class ParallelKernel:
     """A function of a block, and the `record` of its arguments.
 
-    The function is compiled once for each model dtype, and apart for int8 weights.
+    The function is compiled once for each model dtype and each type of operands; None: values of
+    the model dtype.
     """
 
     body: Callable[[Any], None]
     arguments: Any
-    is_int8: bool = False
+    operands: types.CPointer | None = None
 
     @property
     def layout(self) -> str:
@@ -80,9 +83,15 @@ class ParallelKernel:
     def block_type(self, dtype: torch.dtype) -> types.Type:
         """Return the type of a block's pointer, which says what the code is compiled for."""
         values = BF16_POINTER if dtype == torch.bfloat16 else F32_POINTER
-        if not self.is_int8:
+        if self.operands is None or self.operands == values:
             return values
-        return types.CPointer(types.Tuple((values.dtype, types.uint8)))
+        return types.CPointer(types.Tuple((values.dtype, self.operands.dtype)))
+
+
+@functools.cache
+def with_operands(kernel: ParallelKernel, pointer: types.CPointer) -> ParallelKernel:
+    """Return the kernel for operands that a type of pointer points to."""
+    return dataclasses.replace(kernel, operands=pointer)
 
 
 class _Arguments(types.Type):
@@ -146,23 +155,33 @@ def _compiled_type(kind: str, block: Any) -> Any:
     return types.CPointer(values if kind == "values" else operands)
 
 
-def chosen_by_weight(exact: Any, int8: Any) -> Any:
-    """Return a function for compiled code: `int8` where its first argument, the pointer to a
-    weight, points to bytes, else `exact`."""
+def by_operands(declared: Any) -> Any:
+    """Make a function for compiled code whose code depends on the type of its first argument.
 
-    def choose(weight, *rest):
-        raise NotImplementedError
+    `@declared.written_for(pointer, ...)` adds what is called for these types: a module of a weight
+    format or an instruction set does, and a machine that has none of it never loads the module.
+    """
+    known: dict[types.Type, Any] = {}
 
-    @extending.overload(choose, strict=False)
-    def _implement(weight, *rest):
-        chosen = int8 if weight == U8_POINTER else exact
+    @extending.overload(declared, strict=False)
+    def _choose(operands, *rest):
+        chosen = known[operands]
 
-        def call(weight, *rest):
-            return chosen(weight, *rest)
+        def call(operands, *rest):
+            return chosen(operands, *rest)
 
         return call
 
-    return choose
+    def written_for(*pointers):
+        def keep(function):
+            compiled = njit(function)
+            known.update(dict.fromkeys(pointers, compiled))
+            return compiled
+
+        return keep
+
+    declared.written_for = written_for
+    return declared
 
 
 kernel_part = njit(inline="always")

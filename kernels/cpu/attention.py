@@ -4,7 +4,7 @@ A chunk of 512 keys is scored, normalised to its own maximum and mixed; chunks a
 by their log-sum-exp. Chunks start at multiples of 512 whatever the batch, and merging is the same
 whether one thread walks all chunks or many compute them apart: the bits depend on the row alone.
 
-With AMX a chunk is walked page by page in tiles (`attention_tiles.py`), whatever the batch is: rows
+With AMX a chunk is walked page by page in tiles (`amx/attention.py`), whatever the batch is: rows
 do not see each other there either.
 
 16 heads of 512 + 64, bf16, one query, one core (shared, CPU time, November 2026), us a layer:
@@ -19,29 +19,24 @@ At 8,192 keys the rows alone take 690 to 750 us to read.
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numba import types
 from torch import Tensor
 
 from whalepod.kernels.cpu.abi import (
     ParallelKernel,
     arguments,
+    by_operands,
     items,
     kernel_part,
     record,
     thread_number,
-)
-from whalepod.kernels.cpu.attention_tiles import (
-    COLUMN_BLOCK,
-    LANES,
-    PAGE_SCORES,
-    PAGE_TILE_BYTES,
-    STEP,
-    attend_pages,
-    copy_page,
-    pack_queries,
-    write_pairs,
+    with_operands,
 )
 from whalepod.kernels.cpu.elementwise import ElementwiseOperations
 from whalepod.kernels.cpu.exponentials import exp_f32, exp_of_scores
@@ -49,16 +44,14 @@ from whalepod.kernels.cpu.linear import LinearOperations
 from whalepod.kernels.cpu.packed import PackedLinear
 from whalepod.kernels.cpu.rows import dot_rows, mix_rows
 from whalepod.kernels.cpu.simd import (
-    address_of,
+    BF16_POINTER,
+    F32_POINTER,
     advance,
     f32_pointer,
-    i32_pointer,
-    i64_pointer,
     load,
     pointer_like,
     store,
 )
-from whalepod.kernels.cpu.tiles import end_tiles, has_tiles, start_tiles
 from whalepod.kernels.cpu.vectors import row_max, row_sum
 from whalepod.kernels.cpu.workspace import Workspace, aligned
 from whalepod.kernels.interface import BLOCK_TOKENS
@@ -71,38 +64,18 @@ MAX_HEADS_PER_ITEM = 16
 
 _BLOCK_TOKENS = BLOCK_TOKENS
 
-PASS_PAGES = 1
-"""Pages that are scored, exponentiated and mixed together: they stay in the second-level cache."""
-
-_TILE_HEAD_BYTES = 5 * 4 * LANES
-_TILE_SCORES = _TILE_HEAD_BYTES + PASS_PAGES * PAGE_TILE_BYTES
-_TILE_SPARE = _TILE_SCORES + PASS_PAGES * 4 * PAGE_SCORES
-
-
-def fits_tiles(width: int, rank: int) -> bool:
-    """Return whether rows of `width` values, `rank` of them the values, can be read as tiles."""
-    return width % STEP == 0 and rank % COLUMN_BLOCK == 0
-
-
-def tile_scratch_bytes(width: int) -> int:
-    """Return the scratch of a thread that attends in tiles, but for o and stats.
-
-    Packed queries; running results, pages and ends; weights and scores; copies of pages.
-    """
-    return 2 * LANES * width + _TILE_SPARE + PASS_PAGES * 2 * BLOCK_TOKENS * width
-
 
 _AttentionArguments = record(
     "num_tokens num_heads width rank num_requests table_width",
     "num_chunks",  # Chunks that are computed apart; 0: one thread walks them all
-    "first_key heads_per_item q:values token_stride head_stride cache:values query_start:i32",
+    "first_key heads_per_item q:operands token_stride head_stride cache:values query_start:i32",
     "context_lens:i32 tables:i32 out:values lse:f32",
     "partial_o:f32",  # `[T, N, chunks, R]`
     "partial_stats:f32",  # `[T, N, chunks, 2]`
     # Of each thread: what attends to a chunk, then f32 o `[2, heads per item, R]` and stats `[2,
     # heads per item, 2]`
     "scratch",
-    "scratch_bytes bytes_before_o uses_tiles:bool scale:float",
+    "scratch_bytes bytes_before_o scale:float",
 )
 
 
@@ -160,9 +133,32 @@ def _mix(a, weights, num_heads, table, first, num_keys, o):
         done += count
 
 
-@kernel_part
-def _attend_chunk(a, own, q, num_heads, table, first, num_keys):
-    """Attend to keys first .. first + num_keys: set `new_o` and `new_stats`."""
+@by_operands
+def start_queries(q, a, own, num_heads):
+    """Prepare some heads' queries of a token for all its chunks."""
+    raise NotImplementedError
+
+
+@by_operands
+def attend_chunk(q, a, own, num_heads, table, first, end):
+    """Attend to keys first .. end of one chunk: set `new_o` and `new_stats`."""
+    raise NotImplementedError
+
+
+@by_operands
+def write_row(q, o, total, rank, out):
+    """Set out[c] = o[c] / total."""
+    raise NotImplementedError
+
+
+@start_queries.written_for(F32_POINTER, BF16_POINTER)
+def _take_queries(q, a, own, num_heads):
+    pass
+
+
+@attend_chunk.written_for(F32_POINTER, BF16_POINTER)
+def _attend_by_vectors(q, a, own, num_heads, table, first, end):
+    num_keys = end - first
     scores = f32_pointer(own.start)
     weights = pointer_like(a.q, own.start + a.heads_per_item * CHUNK_TOKENS * 4)
     _score(a, q, num_heads, table, first, num_keys, scores)
@@ -175,41 +171,10 @@ def _attend_chunk(a, own, q, num_heads, table, first, num_keys):
     _mix(a, weights, num_heads, table, first, num_keys, own.new_o)
 
 
-@kernel_part
-def _attend_by_tiles(a, own, table, first, end):
-    """Attend to keys first .. end of one chunk, see `_attend_chunk`; o is in the order of pairs.
-
-    The scratch is that of `tile_scratch_bytes`; it begins with the packed queries.
-    """
-    start = own.start + 2 * LANES * a.width
-    running, pages = f32_pointer(start), i64_pointer(start + 3 * 4 * LANES)
-    ends = i32_pointer(start + 4 * 4 * LANES)
-    tiles, scores = start + _TILE_HEAD_BYTES, f32_pointer(start + _TILE_SCORES)
-    spares = pointer_like(a.q, start + _TILE_SPARE)
-    page_values = _BLOCK_TOKENS * a.width
-    first_page, last_page = first // _BLOCK_TOKENS, (end - 1) // _BLOCK_TOKENS
-    start_tiles()
-    for page in range(first_page, last_page + 1, PASS_PAGES):
-        count, page_start = min(PASS_PAGES, last_page + 1 - page), page * _BLOCK_TOKENS
-        for i in range(count):
-            rows = advance(a.cache, np.int64(load(table, page + i)) * page_values)
-            low, high = first - page_start - i * _BLOCK_TOKENS, end - page_start - i * _BLOCK_TOKENS
-            if low > 0 or high < _BLOCK_TOKENS:  # what is in the rows of others must not be read
-                spare = advance(spares, i * page_values)
-                copy_page(rows, low, high, a.width, a.width, spare)
-                rows = spare
-            store(pages, i, address_of(rows))
-        for lane in range(LANES):
-            store(ends, lane, np.int32(end - page_start))
-        attend_pages(
-            pointer_like(a.q, own.start), a.width // STEP, pages, 2 * a.width, pages, 2 * a.width,
-            count, a.rank, max(first - page_start, 0), ends, a.scale, scores, tiles,
-            page == first_page, own.new_o, running,
-        )  # fmt: skip
-    end_tiles()
-    for lane in range(LANES):
-        store(own.new_stats, 2 * lane, load(running, lane))
-        store(own.new_stats, 2 * lane + 1, load(running, LANES + lane))
+@write_row.written_for(F32_POINTER, BF16_POINTER)
+def _write_columns(q, o, total, rank, out):
+    for i in range(rank):
+        store(out, i, load(o, i) / total)
 
 
 @kernel_part
@@ -259,11 +224,7 @@ def _write_head(a, row, o, stats, has_keys):
         store(lse, 0, np.float32(-np.inf))
         return
     total = load(stats, 1)
-    if has_tiles(a.q) and a.uses_tiles:
-        write_pairs(o, total, a.rank, out)
-    else:
-        for i in range(a.rank):
-            store(out, i, load(o, i) / total)
+    write_row(a.q, o, total, a.rank, out)
     store(lse, 0, load(stats, 0) + np.float32(np.log(total)))
 
 
@@ -279,17 +240,13 @@ def _attend(a, own, apart, token, head):
         chunk, last_chunk = 0, -1
     if a.num_chunks > 0:
         chunk, last_chunk = max(chunk, apart), min(last_chunk, apart)
-    uses_tiles = has_tiles(a.q) and a.uses_tiles
-    if uses_tiles and chunk <= last_chunk:
-        pack_queries(q, a.head_stride, num_heads, a.width // STEP, pointer_like(q, own.start))
+    if chunk <= last_chunk:
+        start_queries(q, a, own, num_heads)
     is_first = True
     while chunk <= last_chunk:
         first = max(a.first_key, chunk * CHUNK_TOKENS)
         end = min(num_keys, (chunk + 1) * CHUNK_TOKENS)
-        if uses_tiles:
-            _attend_by_tiles(a, own, table, first, end)
-        else:
-            _attend_chunk(a, own, q, num_heads, table, first, end - first)
+        attend_chunk(q, a, own, num_heads, table, first, end)
         _keep_chunk(a, own, row, num_heads, chunk, is_first)
         is_first = False
         chunk += 1
@@ -328,6 +285,24 @@ def _attention_kernel(block):
 ATTENTION = ParallelKernel(_attention_kernel, _AttentionArguments)
 
 
+class Reader(NamedTuple):
+    """How attention of some shape reads the cache."""
+
+    operands: types.CPointer
+    """Of the queries: the code that is written for them."""
+    heads_per_item: int
+    """Heads that share one pass over the keys."""
+    scratch_bytes: int
+    """Memory of a thread for `start_queries` and `attend_chunk`."""
+
+
+def read_by_vectors(dtype: torch.dtype, width: int, rank: int, is_split: bool) -> Reader:
+    """Return the reader for rows of `width` values; `is_split`: chunks are computed apart."""
+    heads_per_item = MAX_HEADS_PER_ITEM // (2 if is_split else 1)
+    operands = BF16_POINTER if dtype == torch.bfloat16 else F32_POINTER
+    return Reader(operands, heads_per_item, 8 * heads_per_item * CHUNK_TOKENS)
+
+
 class AttentionOperations:
     """The part of `Kernels` that attends over the cache."""
 
@@ -336,9 +311,9 @@ class AttentionOperations:
         work: Workspace,
         rows: ElementwiseOperations,
         products: LinearOperations,
-        has_tiles: bool,
+        choose_reader: Callable[[torch.dtype, int, int, bool], Reader],
     ) -> None:
-        self._work, self._has_tiles = work, has_tiles
+        self._work, self._choose_reader = work, choose_reader
         self._rows, self._products = rows, products
 
     def absorb_queries(
@@ -368,17 +343,11 @@ class AttentionOperations:
         out_TNR = self._work.new((num_tokens, num_heads, latent_rank), q_TNC.dtype)
         lse_TN = self._work.new((num_tokens, num_heads), torch.float32)
         num_threads = self._work.num_threads
-        uses_tiles = (
-            self._has_tiles and q_TNC.dtype == torch.bfloat16 and fits_tiles(width, latent_rank)
+        is_split = num_tokens < 4 * num_threads and num_tokens * num_threads > 1
+        num_chunks = -(-table_width * BLOCK_TOKENS // CHUNK_TOKENS) if is_split else 0
+        operands, heads_per_item, bytes_before_o = self._choose_reader(
+            q_TNC.dtype, width, latent_rank, is_split
         )
-        heads_per_item, num_chunks = MAX_HEADS_PER_ITEM, 0
-        if num_tokens < 4 * num_threads and num_tokens * num_threads > 1:
-            num_chunks = -(-table_width * BLOCK_TOKENS // CHUNK_TOKENS)
-            if not uses_tiles:
-                heads_per_item //= 2
-        bytes_before_o = 8 * heads_per_item * CHUNK_TOKENS
-        if uses_tiles:
-            bytes_before_o = tile_scratch_bytes(width)
         own_bytes = aligned(bytes_before_o + 8 * heads_per_item * (latent_rank + 2))
         num_partial = num_tokens * num_heads * num_chunks
         partial_bytes = aligned(4 * num_partial * (latent_rank + 2))
@@ -392,8 +361,39 @@ class AttentionOperations:
             tables=block_tables_BM.data_ptr(), out=out_TNR.data_ptr(), lse=lse_TN.data_ptr(),
             partial_o=partial, partial_stats=partial + 4 * num_partial * latent_rank,
             scratch=partial + partial_bytes, scratch_bytes=own_bytes, bytes_before_o=bytes_before_o,
-            uses_tiles=uses_tiles, scale=softmax_scale,
+            scale=softmax_scale,
         )  # fmt: skip
         num_items = num_tokens * -(-num_heads // heads_per_item) * max(num_chunks, 1)
-        self._work.run(ATTENTION, q_TNC.dtype, num_items, attention)
+        kernel = with_operands(ATTENTION, operands)
+        self._work.run(kernel, q_TNC.dtype, num_items, attention)
         return out_TNR, lse_TN
+
+
+class PrefillOperations:
+    """The part of `Kernels` that attends with expanded keys and values."""
+
+    def __init__(self, is_invariant: bool) -> None:
+        self._is_invariant = is_invariant
+
+    def mla_prefill(
+        self, q_TND: Tensor, k_SND: Tensor, v_SNE: Tensor, softmax_scale: float
+    ) -> Tensor:
+        if self._is_invariant:
+            raise NotImplementedError(
+                "batch-invariant kernels attend absorbed only: expanded attention sums in another "
+                "order (set absorbed_max_query_tokens to at least max_num_batched_tokens)"
+            )
+        return self._attend(q_TND, k_SND, v_SNE, softmax_scale)
+
+    def _attend(self, q_TND: Tensor, k_SND: Tensor, v_SNE: Tensor, softmax_scale: float) -> Tensor:
+        # values as wide as the keys reach torch's flash kernel: 5 to 8 times faster than without
+        num_queries, num_keys = q_TND.shape[0], k_SND.shape[0]
+        v_SND = F.pad(v_SNE, (0, q_TND.shape[2] - v_SNE.shape[2]))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TND, k_SND, v_SND))
+        mask = None
+        if num_keys != num_queries:
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        o = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=softmax_scale
+        )
+        return o[0, :, :, : v_SNE.shape[2]].transpose(0, 1).contiguous()

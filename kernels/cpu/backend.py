@@ -8,40 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from whalepod.kernels.cpu import (
-    attention,
-    captured_graphs,
-    elementwise,
-    experts,
-    int8_packing,
-    linear,
-    noise,
-    packed,
-    prefill_attention,
-    router,
-)
-from whalepod.kernels.cpu.int8_tiles import MIN_ROWS as MIN_INT8_TILE_ROWS
-from whalepod.kernels.cpu.packed import PackedExperts, PackedLinear
+from whalepod.kernels.cpu import attention, captured_graphs, elementwise, experts, linear, noise
+from whalepod.kernels.cpu.abi import with_operands
+from whalepod.kernels.cpu.packed import ExactWeights, PackedExperts, PackedLinear, WeightFormat
+from whalepod.kernels.cpu.router import GATE, RouterOperations
+from whalepod.kernels.cpu.simd import target_has
 from whalepod.kernels.cpu.thread_pool import ThreadPool
-from whalepod.kernels.cpu.tiles import can_use_tiles
 from whalepod.kernels.cpu.workspace import Workspace
 
-MIN_TILE_ROWS = 4
-"""AMX wins over AVX512-BF16 from this many rows, where a machine has both."""
-NEVER = 1 << 62
 
-_MODEL_KERNELS = (
-    linear.LINEAR,
-    router.GATE,
-    captured_graphs.REPLAY,
-    *elementwise.KERNELS,
-    experts.EXPERTS,
-    attention.ATTENTION,
-)
-_INT8_KERNELS = (int8_packing.PACK_INT8, linear.LINEAR_INT8, experts.EXPERTS_INT8)
-"""Compiled for the model dtype, like those above."""
-_F32_KERNELS = (noise.GUMBEL_NOISE, noise.DRAW, packed.PACK)
-"""Compiled for f32 whatever the model dtype."""
+def can_use_tiles() -> bool:
+    """Ask the system for the matrix tiles of AMX; return whether this process may use them."""
+    return target_has("amx-bf16") and target_has("amx-tile") and bool(torch.cpu._init_amx())
 
 
 class CpuKernels:
@@ -63,19 +41,11 @@ class CpuKernels:
         code_folder: Path | None = None,
     ) -> None:
         self.name = ", ".join(["cpu", *["batch-invariant"] * is_invariant, *["int8"] * is_int8])
-        self._has_tiles, self._is_int8 = can_use_tiles(), is_int8
+        self._has_tiles = can_use_tiles()
         self._pool = ThreadPool(num_threads or torch.get_num_threads(), code_folder)
         work = Workspace(self._pool)
-        tile_rows = NEVER
-        if self._has_tiles and is_int8:
-            tile_rows = 1  # exact weights, too, give a row the same bits beside any others
-        elif self._has_tiles and not is_invariant:  # tiles add in another order than vectors
-            tile_rows = MIN_TILE_ROWS
-        self._exact = packed.ExactWeights(work, tile_rows)
-        self._weights: packed.WeightFormat = self._exact
-        if is_int8:
-            min_rows = MIN_INT8_TILE_ROWS if self._has_tiles else NEVER
-            self._weights = int8_packing.Int8Weights(work, min_rows)
+        self._exact = _exact_weights(work, self._has_tiles, is_invariant, is_int8)
+        self._weights = _int8_weights(work, self._has_tiles) if is_int8 else self._exact
         self.packed_layout: str | None = self._weights.layout
         self.replay, self.eager = work.replay, work.eager
 
@@ -93,13 +63,20 @@ class CpuKernels:
         self.expert_rows = mlps.expert_rows
         self.pack_gated_mlp, self.gated_mlp = mlps.pack_gated_mlp, mlps.gated_mlp
 
-        routing = router.RouterOperations(work, self._exact)
+        routing = RouterOperations(work, self._exact)
         self.gate, self.pack_router, self.route = routing.gate, routing.pack_router, routing.route
 
-        absorbed = attention.AttentionOperations(work, rows, products, self._has_tiles)
+        choose_reader, expanded = (
+            attention.read_by_vectors,
+            attention.PrefillOperations(is_invariant),
+        )
+        if self._has_tiles:
+            from whalepod.kernels.cpu.amx.attention import TilePrefill, read_by_tiles
+
+            choose_reader, expanded = read_by_tiles, TilePrefill(work, is_invariant)
+        absorbed = attention.AttentionOperations(work, rows, products, choose_reader)
         self.absorb_queries = absorbed.absorb_queries
         self.mla_attention = absorbed.mla_attention
-        expanded = prefill_attention.PrefillOperations(work, self._has_tiles, is_invariant)
         self.mla_prefill = expanded.mla_prefill
 
         sampling = noise.SamplingOperations(work)
@@ -107,13 +84,20 @@ class CpuKernels:
 
     def warm_up(self, dtype: torch.dtype, progress: Callable[[int, int], None]) -> None:
         """Compile all kernels for a model dtype; `progress(done, all)` is called along the way."""
-        kernels = [(kernel, dtype) for kernel in _MODEL_KERNELS]
-        if self._is_int8:
-            kernels += [(kernel, dtype) for kernel in _INT8_KERNELS]
+        formats = {self._exact, self._weights}
+        model_kernels = [
+            GATE, captured_graphs.REPLAY, *elementwise.KERNELS, attention.ATTENTION,
+            *(with_operands(linear.LINEAR, format_.operands(dtype)) for format_ in formats),
+            with_operands(experts.EXPERTS, self._weights.operands(dtype)),
+        ]  # fmt: skip
         if self._has_tiles and dtype == torch.bfloat16:
-            kernels.append((prefill_attention.PREFILL_ATTENTION, dtype))
-        kernels += [(kernel, torch.float32) for kernel in _F32_KERNELS]
-        self._pool.compile(list(dict.fromkeys(kernels)), progress)
+            from whalepod.kernels.cpu.amx.attention import KERNELS
+
+            model_kernels += KERNELS
+        kernels = [(kernel, dtype) for kernel in model_kernels]
+        kernels += [(f.pack_kernel, f.pack_dtype or dtype) for f in formats]
+        kernels += [(kernel, torch.float32) for kernel in (noise.GUMBEL_NOISE, noise.DRAW)]
+        self._pool.compile(kernels, progress)
 
     def packed_parts(
         self, packed: PackedLinear | PackedExperts
@@ -127,3 +111,24 @@ class CpuKernels:
             for t, (n, k) in zip(tensors, sizes, strict=True)
         ]
         return parts[0] if len(parts) == 1 else PackedExperts(*parts)
+
+
+def _exact_weights(
+    work: Workspace, has_tiles: bool, is_invariant: bool, is_int8: bool
+) -> WeightFormat:
+    if not has_tiles or (is_invariant and not is_int8):  # tiles add in another order than vectors
+        return ExactWeights(work)
+    from whalepod.kernels.cpu.amx.tiles import MIN_ROWS, TileWeights
+
+    # beside int8 exact weights, too, give a row the same bits beside any others
+    return TileWeights(work, 1 if is_int8 else MIN_ROWS)
+
+
+def _int8_weights(work: Workspace, has_tiles: bool) -> WeightFormat:
+    if has_tiles and target_has("amx-int8"):
+        from whalepod.kernels.cpu.amx.int8 import TileInt8Weights
+
+        return TileInt8Weights(work)
+    from whalepod.kernels.cpu.int8_packing import Int8Weights
+
+    return Int8Weights(work)

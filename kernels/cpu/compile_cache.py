@@ -26,7 +26,7 @@ _KERNELS = Path(__file__).parents[1]
 class CompileCache(FunctionCache):
     """Numba's cache of machine code, stamped with all sources that a function may inline.
 
-    These are the files of its own folder, of `kernels` and of `kernels/cpu`. Numba looks only at
+    These are the files of its own folder and all of `kernels`. Numba looks only at
     the file of the function itself, and would keep code that inlined an older version of another
     file. It also keeps one index per function: of two processes that compile it for two dtypes at
     once, each can leave the other's code under its own name. So there is an index per function,
@@ -105,7 +105,6 @@ class _PlacedCode(CompileResultCacheImpl):
 @functools.cache
 def _digest_sources(folder: Path) -> str:
     digest = hashlib.sha256()
-    folders = (folder, _KERNELS, _KERNELS / "cpu")
-    for path in sorted({path for each in folders for path in each.glob("*.py")}):
+    for path in sorted({*folder.glob("*.py"), *_KERNELS.rglob("*.py")}):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -11,25 +11,37 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from whalepod.kernels.cpu.abi import (
     ParallelKernel,
     arguments,
-    chosen_by_weight,
+    by_operands,
     items,
     kernel_part,
     record,
     thread_number,
+    with_operands,
 )
 from whalepod.kernels.cpu.exponentials import gate_group
-from whalepod.kernels.cpu.int8 import quantize_blocks, quantize_row
-from whalepod.kernels.cpu.linear import QUANTIZED_PER_ITEM, multiply, store_block
+from whalepod.kernels.cpu.linear import QUANTIZED_PER_ITEM, store_block
 from whalepod.kernels.cpu.packed import PackedExperts, WeightFormat
-from whalepod.kernels.cpu.packed_tiles import BLOCK_COLUMNS, BLOCK_GROUPS, GROUP, block_of_sums
+from whalepod.kernels.cpu.packed_tiles import (
+    BLOCK_COLUMNS,
+    BLOCK_GROUPS,
+    GROUP,
+    block_of_sums,
+    multiply,
+)
 from whalepod.kernels.cpu.rows import add_row, combine_rows, copy_row
-from whalepod.kernels.cpu.simd import advance, f32_pointer, load, pointer_like, store
+from whalepod.kernels.cpu.simd import (
+    EXACT_POINTERS,
+    advance,
+    f32_pointer,
+    load,
+    pointer_like,
+    store,
+)
 from whalepod.kernels.cpu.workspace import Workspace, address, aligned
 
 ROWS_PER_PART = 256
@@ -55,7 +67,7 @@ _ExpertsArguments = record(
     "y",  # f32 `[T K, 64]` for each thread
     "y_bytes block_rows down_rows tile_rows",
 )
-"""Strides in elements; of int8 in bytes."""
+"""Strides in elements; of quantised rows in bytes."""
 
 
 @kernel_part
@@ -104,17 +116,15 @@ def _part(a, active, which):
     return np.int64(0), start, min(start + ROWS_PER_PART, a.num_tokens)
 
 
-@njit
-def _leave(weight, x, length, record):
+@by_operands
+def prepare_row(weight, x, length, record):
+    """Quantise a row; nothing where rows are multiplied as they are."""
+    raise NotImplementedError
+
+
+@prepare_row.written_for(*EXACT_POINTERS)
+def _leave_row(weight, x, length, record):
     pass
-
-
-@njit
-def _quantize(weight, x, length, record):
-    quantize_row(x, length, record)
-
-
-_prepare = chosen_by_weight(_leave, _quantize)
 
 
 @kernel_part
@@ -127,7 +137,13 @@ def _gather_rows(block, a, rows, num_rows):
             copy_row(row, a.row_stride, advance(a.sorted_rows, place * a.row_stride))
 
 
-@njit
+@by_operands
+def keep_gated(weight, sums, num_rows, num_pairs, block, length, out, stride):
+    """Write silu(gate) * up of a block of 32 inner features, of which there are 16 per pair."""
+    raise NotImplementedError
+
+
+@keep_gated.written_for(*EXACT_POINTERS)
 def _store_gated(weight, sums, num_rows, num_pairs, block, length, out, stride):
     for r in range(num_rows):
         for pair in range(num_pairs):
@@ -135,25 +151,12 @@ def _store_gated(weight, sums, num_rows, num_pairs, block, length, out, stride):
             gate_group(source, advance(out, r * stride + 2 * block * GROUP + pair * GROUP))
 
 
-@njit
-def _quantize_gated(weight, sums, num_rows, num_pairs, block, length, out, stride):
-    for r in range(num_rows):
-        row = advance(sums, r * BLOCK_COLUMNS)
-        for pair in range(num_pairs):  # never past what is still to be read
-            gate_group(advance(row, 2 * pair * GROUP), advance(row, pair * GROUP))
-        quantize_blocks(row, num_pairs * GROUP, block, 1, length, advance(out, r * stride))
-
-
-_keep_gated = chosen_by_weight(_store_gated, _quantize_gated)
-"""Write silu(gate) * up of a block of 32 inner features, of which there are 16 per pair."""
-
-
 @kernel_part
 def _gate_up(a, rows, row_stride, part, item, sums):
     """Set 32 inner features of a part's activations."""
     expert, start, end = part
     group = item * BLOCK_GROUPS
-    # a row of int8 may end with a block of zeros
+    # a quantised row may end with a block of zeros
     groups = max(0, min(BLOCK_GROUPS, a.gate_up_groups - group))
     weight = advance(a.gate_up, expert * a.gate_up_stride + group * a.gate_up_step)
     for row in range(start, end, a.block_rows):
@@ -163,7 +166,7 @@ def _gate_up(a, rows, row_stride, part, item, sums):
             a.length, a.tile_rows, sums,
         )  # fmt: skip
         out = advance(a.activations, row * a.activation_stride)
-        _keep_gated(
+        keep_gated(
             weight, sums, num_rows, groups // 2, item, a.inner_length, out, a.activation_stride
         )
 
@@ -226,7 +229,7 @@ def _experts_kernel(block):
         first = (item - num_sorts) * QUANTIZED_PER_ITEM
         for token in range(first, min(first + QUANTIZED_PER_ITEM, a.num_quantized)):
             record = advance(a.rows, token * a.row_stride)
-            _prepare(a.gate_up, advance(a.x, token * a.hidden), a.hidden, record)
+            prepare_row(a.gate_up, advance(a.x, token * a.hidden), a.hidden, record)
 
     num_parts, source, stride = -(-a.num_tokens // ROWS_PER_PART), a.rows, a.row_stride
     if a.is_routed:
@@ -259,7 +262,6 @@ def _experts_kernel(block):
 
 
 EXPERTS = ParallelKernel(_experts_kernel, _ExpertsArguments)
-EXPERTS_INT8 = ParallelKernel(_experts_kernel, _ExpertsArguments, is_int8=True)
 
 
 class ExpertOperations:
@@ -321,7 +323,7 @@ class ExpertOperations:
             tile_rows=format_.tile_rows,
             **self._lay_out_scratch(x_TH, packed, num_tokens * top_k, ids_TK is not None),
         )  # fmt: skip
-        kernel = EXPERTS_INT8 if format_.is_int8 else EXPERTS
+        kernel = with_operands(EXPERTS, format_.operands(x_TH.dtype))
         self._work.run(kernel, x_TH.dtype, self._work.num_threads, experts)
         return out_TH
 
@@ -333,7 +335,7 @@ class ExpertOperations:
         lists = aligned(8 * (2 * num_pairs + 3 * packed.num_experts + 4) * is_routed)
         is_sorted = is_routed and num_tokens > 1
         y_bytes = 4 * BLOCK_COLUMNS * (num_pairs if is_routed else min(num_pairs, ROWS_PER_PART))
-        if format_.is_int8:
+        if format_.quantizes_rows:
             row_bytes, inner_bytes, value_bytes = (
                 aligned(format_.record_bytes(packed.hidden)),
                 aligned(format_.record_bytes(packed.inner)), 1,

@@ -18,7 +18,11 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from whalepod.kernels.cpu.packed_tiles import BLOCK_COLUMNS, BLOCK_GROUPS, GROUP
+from whalepod.kernels.cpu.abi import items
+from whalepod.kernels.cpu.experts import keep_gated, prepare_row
+from whalepod.kernels.cpu.exponentials import gate_group
+from whalepod.kernels.cpu.linear import QUANTIZED_PER_ITEM, prepare_rows
+from whalepod.kernels.cpu.packed_tiles import BLOCK_COLUMNS, BLOCK_GROUPS, GROUP, multiply
 from whalepod.kernels.cpu.simd import (
     F32,
     F32_POINTER,
@@ -26,6 +30,7 @@ from whalepod.kernels.cpu.simd import (
     I16,
     I32,
     I64,
+    TILE_U8_POINTER,
     U8_POINTER,
     advance,
     as_pointer,
@@ -127,7 +132,7 @@ def _quantize_block(typingctx, source, remaining, values, scale):
         builder.store(builder.mul(total, I32(-128)), correction, 4)
         return context.get_dummy_value()
 
-    return types.void(source, types.int64, U8_POINTER, U8_POINTER), codegen
+    return types.void(source, types.int64, values, scale), codegen
 
 
 @njit
@@ -261,9 +266,11 @@ def _int8_block(typingctx, num_rows, num_groups, x, x_stride, w, w_stride, lengt
     return signature, codegen
 
 
-@njit
-def multiply_by_vectors(x, x_stride, num_rows, w, w_stride, num_groups, length, sums):
-    """Set sums[r, c] for up to 16 quantised rows and 4 groups of columns."""
+@multiply.written_for(U8_POINTER)
+def multiply_by_vectors(
+    w, w_stride, num_groups, x, x_stride, num_rows, length, tile_rows, sums
+):  # fmt: skip
+    """Of up to 16 quantised rows."""
     keep_apart()
     r = 0
     if num_groups == BLOCK_GROUPS:
@@ -282,3 +289,29 @@ def multiply_by_vectors(x, x_stride, num_rows, w, w_stride, num_groups, length, 
         for r in range(num_rows):
             row, target = advance(x, r * x_stride), advance(sums, r * BLOCK_COLUMNS + g * GROUP)
             _int8_block(1, 1, row, x_stride, tile, w_stride, length, target)
+
+
+@prepare_rows.written_for(U8_POINTER, TILE_U8_POINTER)
+def _quantize_rows(weight, block, a):
+    num_records = a.num_weights * a.num_rows
+    for item in items(block, 0, -(-num_records // QUANTIZED_PER_ITEM)):
+        first = item * QUANTIZED_PER_ITEM
+        for place in range(first, min(first + QUANTIZED_PER_ITEM, num_records)):
+            row, head = place % a.num_rows, place // a.num_rows
+            x = advance(a.x, row * a.row_stride + head * a.head_stride)
+            quantize_row(x, a.x_length, advance(a.records, place * a.record_stride))
+    return a.records, a.record_stride, a.num_rows * a.record_stride
+
+
+@prepare_row.written_for(U8_POINTER, TILE_U8_POINTER)
+def _quantize_row(weight, x, length, record):
+    quantize_row(x, length, record)
+
+
+@keep_gated.written_for(U8_POINTER, TILE_U8_POINTER)
+def _quantize_gated(weight, sums, num_rows, num_pairs, block, length, out, stride):
+    for r in range(num_rows):
+        row = advance(sums, r * BLOCK_COLUMNS)
+        for pair in range(num_pairs):  # never past what is still to be read
+            gate_group(advance(row, 2 * pair * GROUP), advance(row, pair * GROUP))
+        quantize_blocks(row, num_pairs * GROUP, block, 1, length, advance(out, r * stride))

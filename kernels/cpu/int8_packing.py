@@ -213,11 +213,17 @@ class Int8Weights(WeightFormat):
     """Weights of int8, and rows quantised on the way; a row's bits never depend on others."""
 
     layout = "int8-2"
-    is_int8 = True
+    quantizes_rows = True
+    pack_kernel, pack_dtype = PACK_INT8, None
     block_rows = down_rows = BLOCK_ROWS
 
-    def __init__(self, work: Workspace, tile_rows: int) -> None:
-        self._work, self.tile_rows = work, tile_rows
+    tile_rows = 0
+
+    def __init__(self, work: Workspace) -> None:
+        self._work = work
+
+    def operands(self, dtype: torch.dtype) -> types.CPointer:
+        return U8_POINTER
 
     def padded(self, length: int) -> int:
         return -(-length // STEP) * STEP

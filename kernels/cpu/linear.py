@@ -10,19 +10,24 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from whalepod.kernels.cpu.abi import ParallelKernel, arguments, chosen_by_weight, items, record
+from whalepod.kernels.cpu.abi import (
+    ParallelKernel,
+    arguments,
+    by_operands,
+    items,
+    record,
+    with_operands,
+)
 from whalepod.kernels.cpu.exponentials import store_sums
-from whalepod.kernels.cpu.int8 import quantize_row
-from whalepod.kernels.cpu.int8_tiles import multiply_bytes
 from whalepod.kernels.cpu.packed import PackedLinear, WeightFormat
 from whalepod.kernels.cpu.packed_tiles import (
     BLOCK_COLUMNS,
     BLOCK_GROUPS,
     GROUP,
     block_of_sums,
-    multiply_block,
+    multiply,
 )
-from whalepod.kernels.cpu.simd import advance, f32_pointer, pointer_like
+from whalepod.kernels.cpu.simd import EXACT_POINTERS, advance, f32_pointer, pointer_like
 from whalepod.kernels.cpu.workspace import Workspace, aligned
 
 ROWS_PER_ITEM = 256
@@ -31,29 +36,17 @@ ROWS_PER_ITEM = 256
 QUANTIZED_PER_ITEM = 8
 """Rows that are quantised at once."""
 
-multiply = chosen_by_weight(multiply_block, multiply_bytes)
-"""Set sums[r, c] for up to 4 groups of columns; the weight comes first."""
+
+@by_operands
+def prepare_rows(weight, block, a):
+    """Return the rows that are multiplied, and their strides of T and L: as they are, or, in a
+    stage, quantised."""
+    raise NotImplementedError
 
 
-@njit
-def _exact_rows(weight, block, a):
+@prepare_rows.written_for(*EXACT_POINTERS)
+def _leave_rows(weight, block, a):
     return a.x, a.row_stride, a.head_stride
-
-
-@njit
-def _quantized_rows(weight, block, a):
-    num_records = a.num_weights * a.num_rows
-    for item in items(block, 0, -(-num_records // QUANTIZED_PER_ITEM)):
-        first = item * QUANTIZED_PER_ITEM
-        for place in range(first, min(first + QUANTIZED_PER_ITEM, num_records)):
-            row, head = place % a.num_rows, place // a.num_rows
-            x = advance(a.x, row * a.row_stride + head * a.head_stride)
-            quantize_row(x, a.x_length, advance(a.records, place * a.record_stride))
-    return a.records, a.record_stride, a.num_rows * a.record_stride
-
-
-_prepare_rows = chosen_by_weight(_exact_rows, _quantized_rows)
-"""Return the rows that are multiplied, and their strides of T and L; int8 quantises them first."""
 
 
 @njit
@@ -73,15 +66,15 @@ _LinearArguments = record(
     "num_groups groups_per_item x:values row_stride head_stride weight:operands weight_stride",
     "group_stride out value_bytes out_row_stride out_head_stride",
     "is_f32:bool",  # Whether `out` holds f32; else the model dtype
-    "records:bytes",  # int8: quantised rows `[L, T]`
+    "records:bytes",  # quantised rows `[L, T]`
     "record_stride block_rows tile_rows",
 )
-"""out[T, L, N] = x[T, L, K] w[L, N, K]; strides in elements, of int8 in bytes."""
+"""out[T, L, N] = x[T, L, K] w[L, N, K]; strides in elements, of quantised ones in bytes."""
 
 
 def _linear_kernel(block):
     a = arguments(block, _LinearArguments)
-    rows, row_stride, head_stride = _prepare_rows(a.weight, block, a)
+    rows, row_stride, head_stride = prepare_rows(a.weight, block, a)
     sums = block_of_sums()
     column_items = -(-a.num_groups // a.groups_per_item)
     row_items = -(-a.num_rows // ROWS_PER_ITEM)
@@ -106,7 +99,6 @@ def _linear_kernel(block):
 
 
 LINEAR = ParallelKernel(_linear_kernel, _LinearArguments)
-LINEAR_INT8 = ParallelKernel(_linear_kernel, _LinearArguments, is_int8=True)
 
 
 class LinearOperations:
@@ -161,7 +153,7 @@ class LinearOperations:
             records=self._work.borrow(records_bytes) if records_bytes else 0,
             record_stride=record_bytes, block_rows=format_.block_rows, tile_rows=format_.tile_rows,
         )  # fmt: skip
-        if format_.is_int8:  # quantising has more items
-            self._work.run(LINEAR_INT8, x_TLK.dtype, self._work.num_threads, linear)
-        else:
-            self._work.run(LINEAR, x_TLK.dtype, num_items, linear)
+        if format_.quantizes_rows:  # quantising has more items
+            num_items = self._work.num_threads
+        kernel = with_operands(LINEAR, format_.operands(x_TLK.dtype))
+        self._work.run(kernel, x_TLK.dtype, num_items, linear)

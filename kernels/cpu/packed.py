@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
-from numba import njit
+from numba import njit, types
 from torch import Tensor
 
 from whalepod.kernels.cpu.abi import ParallelKernel, arguments, items, record
 from whalepod.kernels.cpu.packed_tiles import BLOCK_ROWS, GROUP
-from whalepod.kernels.cpu.simd import advance, load, store
+from whalepod.kernels.cpu.simd import BF16_POINTER, F32_POINTER, advance, load, store
 from whalepod.kernels.cpu.workspace import Workspace
 
 
@@ -55,13 +55,16 @@ class WeightFormat(ABC):
     """How weights are packed, and the rows that they multiply prepared."""
 
     layout: str
-    is_int8: bool
+    quantizes_rows: bool
+    pack_kernel: ParallelKernel
+    pack_dtype: torch.dtype | None
+    """What the kernel is compiled for; None: the model dtype."""
     block_rows: int
     """Rows of one product."""
     down_rows: int
     """Rows of one product of `down`, whose sums have room for all."""
     tile_rows: int
-    """Matrix tiles multiply from this many rows on."""
+    """Matrix tiles multiply from this many rows on, in formats that are for them."""
 
     def pack(self, weight_LNK: Tensor) -> PackedLinear:
         """Pack weights `[L, N, K]`."""
@@ -79,6 +82,10 @@ class WeightFormat(ABC):
         self._fill(gate_up_EJH[:, double // 2 :], tiles[:, 1::2])
         gate_up = PackedLinear(tiles, num_columns, hidden, self)
         return PackedExperts(gate_up, self.pack(down_EHI))
+
+    @abstractmethod
+    def operands(self, dtype: torch.dtype) -> types.CPointer:
+        """Return the type of pointer that kernels for this model dtype get to packed weights."""
 
     @abstractmethod
     def padded(self, length: int) -> int:
@@ -142,12 +149,18 @@ class ExactWeights(WeightFormat):
     """Weights and rows in the model dtype."""
 
     layout = "panels-1"
-    is_int8 = False
+    quantizes_rows = False
+    pack_kernel, pack_dtype = PACK, torch.float32
     block_rows = BLOCK_ROWS
     down_rows = 1 << 40
 
-    def __init__(self, work: Workspace, tile_rows: int) -> None:
-        self._work, self.tile_rows = work, tile_rows
+    tile_rows = 0
+
+    def __init__(self, work: Workspace) -> None:
+        self._work = work
+
+    def operands(self, dtype: torch.dtype) -> types.CPointer:
+        return BF16_POINTER if dtype == torch.bfloat16 else F32_POINTER
 
     def padded(self, length: int) -> int:
         return length

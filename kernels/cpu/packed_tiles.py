@@ -13,7 +13,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
+from whalepod.kernels.cpu.abi import by_operands
 from whalepod.kernels.cpu.simd import (
+    BF16_POINTER,
     F32,
     F32_POINTER,
     I16,
@@ -29,7 +31,6 @@ from whalepod.kernels.cpu.simd import (
     target_has,
     widen,
 )
-from whalepod.kernels.cpu.tiles import has_tiles, tile_product
 from whalepod.kernels.cpu.vectors import dot_pairs, fma, halves, load_vector, prefetch, splat
 
 GROUP = 16
@@ -189,17 +190,20 @@ def _narrow_rows(w, w_stride, num_groups, x, x_stride, num_rows, length, sums):
             r += 1
 
 
-@njit
-def multiply_block(w, w_stride, num_groups, x, x_stride, num_rows, length, tile_rows, sums):
+@by_operands
+def multiply(w, w_stride, num_groups, x, x_stride, num_rows, length, tile_rows, sums):
     """Set sums[r, c] = sum_k x[r, k] w[c, k], groups up to 4 (c = 16 g + lane).
 
-    From `tile_rows` rows on the matrix tiles do it, where the machine has them.
+    tile_rows  matrix tiles multiply from this many rows on, where the operands are theirs
     """
+    raise NotImplementedError
+
+
+@multiply.written_for(F32_POINTER, BF16_POINTER)
+def multiply_by_vectors(
+    w, w_stride, num_groups, x, x_stride, num_rows, length, tile_rows, sums
+):  # fmt: skip
     keep_apart()
-    fits_tiles = num_groups == BLOCK_GROUPS and length % 32 == 0
-    if has_tiles(w) and fits_tiles and num_rows >= tile_rows:
-        tile_product(x, x_stride, num_rows, w, w_stride, length, sums)
-        return
     if _WIDE and num_groups == BLOCK_GROUPS:
         _wide_rows(w, w_stride, x, x_stride, num_rows, length, sums)
     elif not _WIDE and num_rows == 1 and num_groups == BLOCK_GROUPS:

@@ -15,7 +15,7 @@ from whalepod.kernels.cpu.packed_tiles import (
     BLOCK_GROUPS,
     GROUP,
     block_of_sums,
-    multiply_block,
+    multiply,
 )
 from whalepod.kernels.cpu.rows import widen_row
 from whalepod.kernels.cpu.simd import advance, load, store
@@ -134,7 +134,7 @@ def _route(block, a, num_items):
     for item in items(block, 1, -(-a.num_tokens // ROWS_PER_PRODUCT) * column_items):
         row, group = item // column_items * ROWS_PER_PRODUCT, item % column_items * BLOCK_GROUPS
         rows, column = min(ROWS_PER_PRODUCT, a.num_tokens - row), group * GROUP
-        multiply_block(
+        multiply(
             advance(a.router, group * a.group_stride), a.group_stride,
             min(BLOCK_GROUPS, a.column_groups - group), advance(a.wide, row * a.hidden), a.hidden,
             rows, a.hidden, 0, sums,

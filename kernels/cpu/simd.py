@@ -1,8 +1,11 @@
 """Typed pointers, bfloat16 and scalar functions for numba, which has none of them.
 
-A pointer to uint16 is bfloat16 everywhere in this folder; a pointer to float32 is f32. Code is
-compiled for numba's target: the host, or `NUMBA_CPU_NAME` with `NUMBA_CPU_FEATURES`. What takes a
-`builder` emits LLVM IR while numba compiles; the rest is called in compiled code.
+A pointer to uint16 is bfloat16 everywhere in this folder, a pointer to float32 is f32, a pointer to
+uint8 is rows or weights of int8. Pointers to int16 and int8 are the same two for kernels that
+multiply in matrix tiles (`amx/`): the type of a pointer chooses the code (`abi.by_operands`).
+
+Code is compiled for numba's target: the host, or `NUMBA_CPU_NAME` with `NUMBA_CPU_FEATURES`. What
+takes a `builder` emits LLVM IR while numba compiles; the rest is called in compiled code.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ intrinsic: Any = extending.intrinsic
 BF16_POINTER = types.CPointer(types.uint16)
 F32_POINTER = types.CPointer(types.float32)
 U8_POINTER = types.CPointer(types.uint8)
+TILE_BF16_POINTER = types.CPointer(types.int16)
+TILE_U8_POINTER = types.CPointer(types.int8)
+EXACT_POINTERS = (F32_POINTER, BF16_POINTER, TILE_BF16_POINTER)
 I64_POINTER = types.CPointer(types.int64)
 I32_POINTER = types.CPointer(types.int32)
 
@@ -58,7 +64,7 @@ def num_lanes() -> int:
 
 def is_bf16(pointer: types.Type) -> bool:
     """Return whether what a pointer points to is bfloat16."""
-    return bool(pointer == BF16_POINTER)
+    return pointer in (BF16_POINTER, TILE_BF16_POINTER)
 
 
 def offset(builder: Any, pointer: Any, index: Any) -> Any:

@@ -25,7 +25,16 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 EMITTED_CODE = """
 import torch
 from whalepod.kernels.cpu import attention, experts, linear, thread_pool
-for kernel in (linear.LINEAR, experts.EXPERTS, linear.LINEAR_INT8, attention.ATTENTION):
+from whalepod.kernels.cpu.abi import with_operands
+from whalepod.kernels.cpu.amx import attention as _, int8, tiles
+from whalepod.kernels.cpu.simd import BF16_POINTER, TILE_BF16_POINTER, TILE_U8_POINTER
+for kernel in (
+    with_operands(linear.LINEAR, TILE_BF16_POINTER),
+    with_operands(experts.EXPERTS, TILE_BF16_POINTER),
+    with_operands(attention.ATTENTION, BF16_POINTER),
+    with_operands(attention.ATTENTION, TILE_BF16_POINTER),
+    with_operands(linear.LINEAR, TILE_U8_POINTER),
+):
     function = thread_pool.new_function(kernel, torch.bfloat16)
     function.compile()
     code = function.assembly()
@@ -46,11 +55,12 @@ def test_products_use_the_instructions_of_their_kind(tmp_path: Path) -> None:
         NUMBA_CPU_FEATURES=",".join(f"+{name}" for name in features.split()),
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    linear, experts, int8, attention = (
+    linear, experts, attention, tile_attention, int8 = (
         [int(n) for n in line.split()] for line in run.stdout.splitlines()
     )
-    for vectors, tiles, *_ in (linear, experts, attention):
+    for vectors, *_ in (linear, experts, attention):
         assert vectors >= 16
+    for _, tiles, *_ in (linear, experts, tile_attention):
         assert tiles >= 4
     assert int8[2] >= 16
     assert int8[3] >= 4

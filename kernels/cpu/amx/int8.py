@@ -10,10 +10,12 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
+from whalepod.kernels.cpu.amx.tiles import TileShape, assemble, configure, end_tiles
 from whalepod.kernels.cpu.int8 import (
     BLOCK,
     BLOCK_ROWS,
@@ -23,13 +25,15 @@ from whalepod.kernels.cpu.int8 import (
     multiply_by_vectors,
     scales_of_columns,
 )
-from whalepod.kernels.cpu.packed_tiles import BLOCK_COLUMNS, GROUP
+from whalepod.kernels.cpu.int8_packing import Int8Weights
+from whalepod.kernels.cpu.packed_tiles import BLOCK_COLUMNS, GROUP, multiply
 from whalepod.kernels.cpu.simd import (
     F32,
     F32_POINTER,
     I8,
     I32,
     I64,
+    TILE_U8_POINTER,
     U8_POINTER,
     address_of,
     advance,
@@ -40,13 +44,8 @@ from whalepod.kernels.cpu.simd import (
     load,
     offset,
     store,
-    target_has,
 )
-from whalepod.kernels.cpu.tiles import HAS_TILES, TileShape, assemble, configure, end_tiles
 from whalepod.kernels.cpu.vectors import splat
-
-HAS_INT8_TILES = HAS_TILES and target_has("amx-int8")
-"""Whether code for tiles of int8 is compiled."""
 
 MIN_ROWS = 6
 """Tiles are faster than AVX512-VNNI from this many rows."""
@@ -208,16 +207,6 @@ def _start_tiles(typingctx, num_rows):
 
 
 @intrinsic
-def _has_tiles(typingctx):
-    """Return whether there is code for tiles of int8; a constant."""
-
-    def codegen(context, builder, signature, args):
-        return ir.Constant(ir.IntType(1), int(HAS_INT8_TILES))
-
-    return types.boolean(), codegen
-
-
-@intrinsic
 def _room_for_scales(typingctx):
     """Return memory on the stack of the calling function."""
 
@@ -257,13 +246,18 @@ def _multiply_by_tiles(x, x_stride, num_rows, w, w_stride, num_groups, length, s
     end_tiles()
 
 
-@njit
-def multiply_bytes(w, w_stride, num_groups, x, x_stride, num_rows, length, tile_rows, sums):
-    """Set sums[r, c] for up to 16 quantised rows and 4 groups of columns.
-
-    From `tile_rows` rows on the matrix tiles do it, where the machine has them.
-    """
-    if _has_tiles() and num_rows >= tile_rows and length <= MAX_LENGTH:
+@multiply.written_for(TILE_U8_POINTER)
+def _multiply(w, w_stride, num_groups, x, x_stride, num_rows, length, tile_rows, sums):
+    if num_rows >= tile_rows and length <= MAX_LENGTH:
         _multiply_by_tiles(x, x_stride, num_rows, w, w_stride, num_groups, length, sums)
     else:
-        multiply_by_vectors(x, x_stride, num_rows, w, w_stride, num_groups, length, sums)
+        multiply_by_vectors(w, w_stride, num_groups, x, x_stride, num_rows, length, 0, sums)
+
+
+class TileInt8Weights(Int8Weights):
+    """Weights of int8 that matrix tiles multiply, too."""
+
+    tile_rows = MIN_ROWS
+
+    def operands(self, dtype: torch.dtype) -> types.CPointer:
+        return TILE_U8_POINTER

@@ -16,23 +16,25 @@ from llvmlite.binding import initialize_native_asmparser
 from numba import types
 from numba.core import cgutils
 
+from whalepod.kernels.cpu.packed import ExactWeights
+from whalepod.kernels.cpu.packed_tiles import BLOCK_GROUPS, multiply, multiply_by_vectors
 from whalepod.kernels.cpu.simd import (
     F32_POINTER,
     I8,
     I16,
     I64,
+    TILE_BF16_POINTER,
     as_pointer,
     intrinsic,
-    is_bf16,
+    keep_apart,
     offset,
-    target_has,
 )
+from whalepod.kernels.cpu.workspace import Workspace
 
-HAS_TILES = target_has("amx-bf16") and target_has("amx-tile")
-"""Whether code for tiles is compiled."""
+initialize_native_asmparser()  # without it LLVM aborts at inline assembly
 
-if HAS_TILES:
-    initialize_native_asmparser()  # without it LLVM aborts at inline assembly
+MIN_ROWS = 4
+"""Tiles are faster than AVX512-BF16 from this many rows, where a machine has both."""
 
 _NUM_GROUPS = 4
 _COLUMNS = 16 * _NUM_GROUPS
@@ -52,15 +54,8 @@ _STEP_CODE = "\n".join(
 )
 
 
-def can_use_tiles() -> bool:
-    """Ask the system for the tiles of this process; return whether they may be used."""
-    return HAS_TILES and bool(torch.cpu._init_amx())
-
-
 def assemble(builder: Any, code: str, *operands: Any) -> None:
-    """Emit instructions that take integers and addresses as $0, $1, ...; none without tiles."""
-    if not HAS_TILES:
-        return
+    """Emit instructions that take integers and addresses as $0, $1, ..."""
     kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
     constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
     builder.asm(kind, code, constraints, list(operands), side_effect=True)
@@ -90,17 +85,6 @@ def _configure(builder: Any, num_rows: Any) -> None:
     """Give the tiles of sums and rows `num_rows` rows, those of the weight 16."""
     rows = [I64(16) if tile in _WEIGHTS else num_rows for tile in range(8)]
     configure(builder, [TileShape(count, 64) for count in rows])
-
-
-@intrinsic
-def has_tiles(typingctx, w):
-    """Return whether tiles can multiply what `w` points to; a constant."""
-    is_fit = HAS_TILES and is_bf16(w)
-
-    def codegen(context, builder, signature, args):
-        return ir.Constant(ir.IntType(1), int(is_fit))
-
-    return types.boolean(w), codegen
 
 
 @intrinsic
@@ -206,3 +190,23 @@ class _Product:
         for tile in _SUMS:
             place = offset(self._builder, sums, I64(16 * tile))
             assemble(self._builder, code.format(tile=tile), place, I64(4 * _COLUMNS))
+
+
+@multiply.written_for(TILE_BF16_POINTER)
+def _multiply(w, w_stride, num_groups, x, x_stride, num_rows, length, tile_rows, sums):
+    keep_apart()
+    if num_groups == BLOCK_GROUPS and length % _STEP == 0 and num_rows >= tile_rows:
+        tile_product(x, x_stride, num_rows, w, w_stride, length, sums)
+    else:
+        multiply_by_vectors(w, w_stride, num_groups, x, x_stride, num_rows, length, 0, sums)
+
+
+class TileWeights(ExactWeights):
+    """Weights in the model dtype; those of bfloat16 are multiplied in tiles, too."""
+
+    def __init__(self, work: Workspace, tile_rows: int) -> None:
+        super().__init__(work)
+        self.tile_rows = tile_rows
+
+    def operands(self, dtype: torch.dtype) -> types.CPointer:
+        return TILE_BF16_POINTER if dtype == torch.bfloat16 else F32_POINTER

@@ -14,6 +14,7 @@ or interleaved on the way:
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
+from whalepod.kernels.cpu.amx.tiles import assemble
 from whalepod.kernels.cpu.exponentials import exponential
 from whalepod.kernels.cpu.simd import (
     F32,
@@ -39,7 +41,6 @@ from whalepod.kernels.cpu.simd import (
     offset,
     store,
 )
-from whalepod.kernels.cpu.tiles import assemble
 from whalepod.kernels.cpu.vectors import load_vector, shuffle, splat, transpose
 from whalepod.kernels.interface import BLOCK_TOKENS
 
@@ -304,40 +305,41 @@ def _mix_pages(typingctx, tiles, pages, num_pages, row_bytes, num_columns, is_fi
     return signature, codegen
 
 
+Pages = namedtuple("Pages", "keys key_bytes values value_bytes count low ends")
+"""keys, values  addresses of pages; their rows are `key_bytes`, `value_bytes` apart
+low, ends     row r sees keys low <= k < ends[r], counted from the first page's first"""
+
+Memory = namedtuple("Memory", "scores tiles o running")
+"""scores, tiles  scratch: f32 [pages, 64, 16]; the address of pages * 8 KiB
+o              f32 [16, columns] in the order of pairs, not normalised
+running        f32 [3, 16], see `_softmax_columns`"""
+
+
 @njit
-def attend_pages(
-    packed_q, num_steps, keys, key_bytes, values, value_bytes, num_pages, num_columns, low, ends,
-    scale, scores, tiles, is_first, o, running,
-):  # fmt: skip
-    """Attend to whole pages; o [16, columns] is in the order of pairs, and not normalised.
+def attend_pages(packed_q, num_steps, pages, num_columns, scale, is_first, memory):
+    """Attend to whole pages. The caller starts and ends the tiles.
 
-    The caller starts and ends the tiles.
-
-    packed_q          from `pack_queries`
-    keys, values   addresses of pages; their rows are `key_bytes`, `value_bytes` apart
-    low, ends      row r sees keys low <= k < ends[r], counted from the first page's first
-    scores, tiles  scratch: f32 [pages, 64, 16]; the address of pages * 8 KiB
-    running        f32 [3, 16], see `_softmax_columns`; `is_first`: begin it, and o
+    packed_q  from `pack_queries`
+    is_first  begin `o` and `running`
     """
     keep_apart()
+    running = memory.running
     if is_first:
         for row in range(LANES):
             store(running, row, np.float32(-np.inf))
             store(running, LANES + row, np.float32(0.0))
-    for page in range(num_pages):
-        _score_page(
-            packed_q,
-            load(keys, page),
-            key_bytes,
-            num_steps,
-            advance(scores, page * PAGE_SCORES),
-        )
-    count = num_pages * BLOCK_TOKENS
-    if _softmax_columns(scores, low, ends, count, scale, running) and not is_first:
-        _scale_rows(o, num_columns, advance(running, 2 * LANES))
-    for group in range(num_pages * 4):
-        _weights_to_tiles(advance(scores, group * 256), tiles + group * 2048)
-    _mix_pages(tiles, values, num_pages, value_bytes, num_columns, is_first, o)
+    for page in range(pages.count):
+        target = advance(memory.scores, page * PAGE_SCORES)
+        _score_page(packed_q, load(pages.keys, page), pages.key_bytes, num_steps, target)
+    num_keys = pages.count * BLOCK_TOKENS
+    is_raised = _softmax_columns(memory.scores, pages.low, pages.ends, num_keys, scale, running)
+    if is_raised and not is_first:
+        _scale_rows(memory.o, num_columns, advance(running, 2 * LANES))
+    for group in range(pages.count * 4):
+        _weights_to_tiles(advance(memory.scores, group * 256), memory.tiles + group * 2048)
+    _mix_pages(
+        memory.tiles, pages.values, pages.count, pages.value_bytes, num_columns, is_first, memory.o
+    )
 
 
 @intrinsic
