@@ -10,7 +10,6 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -162,24 +161,40 @@ class EngineChannel:
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
+        self._begin()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.detach()
+
+    def _begin(self) -> None:
         self._descriptor = int(self._socket.get(zmq.FD))
         self._loop.add_reader(self._descriptor, self._exchange)
         self._exchange()  # what came earlier makes the descriptor readable no more
         self._watch = asyncio.create_task(self._watch_process())
         self._watch.add_done_callback(self._watch_ended)
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def detach(self) -> None:
+        """Let go of the engine; whoever waits for it raises EngineLost. It may be done already."""
+        if self._socket.closed:
+            return
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
         self._loop.remove_reader(self._descriptor)
         self._fail("the server is stopping", is_fault=False)
         self._socket.close()
+
+    def attach(self, socket: zmq.Socket[bytes], info: EngineInfo) -> None:
+        """Go on with the next engine, after `detach`."""
+        self._socket, self._info, self._failure = socket, info, None
+        self._stats = Stats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
+        self._outbox.clear()
+        self._begin()
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the engine that it was attached to last is lost."""
+        return self._failure is not None
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
         """Let no background task die unseen."""

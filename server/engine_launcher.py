@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -9,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -18,8 +21,10 @@ from whalepod.server.channel import EngineChannel
 from whalepod.server.codec import encode_value
 from whalepod.server.config import EngineConfig
 from whalepod.server.engine_socket import EngineSocket, wait_until_ready
+from whalepod.server.errors import GroupLost, StartupError
 from whalepod.server.messages import EngineInfo
 
+logger = logging.getLogger(__name__)
 ENGINE_MODULE = "whalepod.server.engine_process"
 START_TIMEOUT_S = 1800.0
 """Loading hundreds of gigabytes from a network disk takes its time; progress is on stderr."""
@@ -27,12 +32,38 @@ STOP_GRACE_S = 10.0
 """From SIGTERM to SIGKILL: the engine ends after the step it is in."""
 
 
+MAX_RESTARTS = 5
+RESTARTS_COUNT_S = 600.0
+"""An engine that was lost more often in this time is not started again."""
+
+
+@dataclass(slots=True)
+class Losses:
+    """When earlier processes of one engine, or of one rank, were lost."""
+
+    name: str
+    lost_at: list[float] = field(default_factory=list)
+
+    def count(self) -> None:
+        """Note that it was lost. Raises GroupLost if that came too often."""
+        now = time.monotonic()
+        self.lost_at = [t for t in self.lost_at if now - t < RESTARTS_COUNT_S] + [now]
+        if len(self.lost_at) > MAX_RESTARTS:
+            raise GroupLost(
+                f"{self.name} cannot be replaced: it was lost {len(self.lost_at)} times in "
+                f"{RESTARTS_COUNT_S:.0f} s"
+            )
+
+
 class EngineProcess:
     """One engine in a process of its own, for the time of a `with` block.
 
     Entering waits until the engine can serve and raises StartupError, one sentence, when it
-    cannot. Leaving stops the process and removes the socket's folder (mode 0700, ours alone).
+    cannot. Leaving stops the process and removes the socket's folder.
     """
+
+    is_told_to_stop = False
+    """Only another machine of a group could ask for it."""
 
     def __init__(
         self,
@@ -46,77 +77,150 @@ class EngineProcess:
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._module = module
+        self._losses = Losses("the engine")
+        self._num_lives = 0
+        self._is_stopping = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: EngineSocket | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            folder = tempfile.mkdtemp(prefix="whalepod-")  # 0700
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            self._socket = EngineSocket("the engine", f"ipc://{folder}/engine", self.exit_reason)
-            stack.callback(self._socket.close)
-            self._process = spawn(
-                self._module,
-                self._socket.address,
-                encode_value(self._config),
-                num_threads=self._config.device.num_threads,
-            )
-            stack.callback(end_all, [self._process], self._stop_grace_s)
-            wait_until_ready([self._socket], self._start_timeout_s)
+            self._folder = stack.enter_context(private_folder())
+            stack.callback(self._end)
+            self._start()
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    is_told_to_stop = False
-    """Only another machine of a group could ask for it."""
+    def _start(self) -> None:
+        life = f".{self._num_lives}" if self._num_lives else ""
+        self._num_lives += 1
+        address = f"ipc://{self._folder}/engine{life}"
+        config = self._config
+        if config.record and life:  # a file of its own: the earlier life's is kept
+            config = replace(config, record=config.record + life)
+        self._socket = EngineSocket("the engine", address, self.exit_reason)
+        self._process = spawn(self._module, self._folder, num_threads=config.device.num_threads)
+        assign(self._process, self._socket.address, encode_value(config))
+        wait_until_ready([self._socket], self._start_timeout_s, lambda: self._why_stop)
+
+    def _end(self) -> None:
+        if self._process is not None:
+            end_all([self._process], self._stop_grace_s)
+        if self._socket is not None:
+            self._socket.close()
+
+    def restart(self) -> None:
+        """Start a lost engine again; returns when it can serve. Its old channel is to be closed.
+
+        Raises GroupLost, one sentence, when it was lost too often.
+        """
+        while not self._is_stopping:
+            self._losses.count()
+            self._end()
+            try:
+                return self._start()
+            except StartupError as error:
+                logger.error("the engine did not come up again: %s", error)
+        raise GroupLost("the server is stopping")
+
+    def stop_restarting(self) -> None:
+        """End a `restart` that runs in another thread, soon."""
+        self._is_stopping = True
+
+    @property
+    def _why_stop(self) -> str | None:
+        return "the server is stopping" if self._is_stopping else None
+
+    @property
+    def socket(self) -> EngineSocket:
+        """The wire to the engine that runs at present."""
+        assert self._socket is not None, "the engine was not started"
+        return self._socket
 
     @property
     def info(self) -> EngineInfo:
         """What the engine said when it became ready."""
-        return self._socket.info
+        return self.socket.info
 
     @property
     def pid(self) -> int:
+        assert self._process is not None, "the engine was not started"
         return self._process.pid
 
     def channel(self) -> EngineChannel:
-        """Return the gateway's end of the wire, to be entered once."""
-        return self._socket.channel()
+        """Return the gateway's end of the wire, to be entered once; it ends with this process."""
+        return self.socket.channel()
+
+    def restarting_channel(self) -> EngineChannel:
+        """Return the gateway's end, to be entered once, of this process and those after it."""
+        from whalepod.server.engine_restart import RestartingChannel
+
+        return RestartingChannel(self)
 
     def exit_reason(self) -> str | None:
         """Return how the process ended; None while it lives."""
-        code = self._process.poll()
+        code = None if self._process is None else self._process.poll()
         return None if code is None else f"the engine process {describe_exit(code)}"
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Make a folder that is ours alone (mode 0700), and locked: cleaners of /tmp respect that.
+
+    Raises StartupError.
+    """
+    with ExitStack() as stack:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="whalepod-"))
+        except OSError as error:
+            raise StartupError(
+                f"cannot make a folder for sockets in {tempfile.gettempdir()} "
+                f"({error.strerror}): set TMPDIR to one with room"
+            ) from error
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield folder
 
 
 def spawn(
     module: str,
-    address: str,
-    payload: bytes,
+    folder: Path,
     *,
     num_threads: int,
     pass_fds: Sequence[int] = (),
-    shared_folder: Path | None = None,
+    preload: str = "",
 ) -> subprocess.Popen[bytes]:
-    """Start an engine's process that connects to `address` and reads `payload` on its stdin."""
-    command = [sys.executable, "-P", "-m", module]
-    if shared_folder is not None:
-        command += ["--shared-folder", str(shared_folder)]
-    process = subprocess.Popen(
-        [*command, "--address", address, "--parent-pid", str(os.getpid())],
+    """Start an engine's process, which waits for what `assign` tells it.
+
+    folder   of the launcher: removed by the process if the launcher was killed
+    preload  module to import meanwhile
+    """
+    command = [sys.executable, "-P", "-m", module, "--folder", str(folder)]
+    if preload:
+        command += ["--preload", preload]
+    return subprocess.Popen(
+        [*command, "--parent-pid", str(os.getpid())],
         env=_environment(num_threads),
         pass_fds=pass_fds,
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno(),  # the caller's stdout may be read by a program
         process_group=0,  # Ctrl-C reaches the gateway only, which then ends the engine
     )
+
+
+def assign(process: subprocess.Popen[bytes], address: str, payload: bytes) -> None:
+    """Let a process connect to `address` and be the engine that `payload` describes."""
     assert process.stdin is not None
-    try:
-        with process.stdin:
-            process.stdin.write(payload)
-    except BrokenPipeError:
-        pass  # it died at once: its exit code tells how
-    return process
+    with suppress(BrokenPipeError):  # it died at once: its exit code tells how
+        try:
+            process.stdin.write(address.encode() + b"\n" + payload)
+        finally:
+            process.stdin.close()
 
 
 def end_all(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:

@@ -1,6 +1,6 @@
 """The process of an engine, `python -m whalepod.server.engine_process`; see `engine_launcher.py`.
 
-Its configuration comes on stdin (`codec.encode_value`), progress goes to stderr, and everything
+Address and configuration come on stdin (`engine_launcher.assign`), progress goes to stderr, and all
 else over the channel: first an `EngineInfo`, or an `EngineFailed` when it cannot serve.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import logging
 import os
 import shutil
@@ -76,17 +77,22 @@ def serve(core: ServedEngine, server: EngineServer, should_stop: Callable[[], bo
             server.send(outputs)
 
 
-def run(address: str, parent_pid: int, open_engine: Open, folders: Sequence[str]) -> int:
-    """Open the engine that stdin describes and serve until told to stop; return the exit code."""
+def run(parent_pid: int, open_engine: Open, folder: str) -> int:
+    """Open the engine that stdin describes and serve until told to stop; return the exit code.
+
+    A process that was started ahead waits here until it is needed, or its launcher ends.
+    """
+    address, _, data = sys.stdin.buffer.read().partition(b"\n")
+    if not address:
+        return 0
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle
     threading.Thread(
-        target=_follow_parent, args=(parent_pid, folders), name="follow-parent", daemon=True
+        target=_follow_parent, args=(parent_pid, folder), name="follow-parent", daemon=True
     ).start()
-    server = EngineServer(address, stop.is_set)
+    server = EngineServer(address.decode(), stop.is_set)
     try:
-        core = open_engine(sys.stdin.buffer.read(), server, stop.is_set)
+        core = open_engine(data, server, stop.is_set)
         gc.collect()
         gc.freeze()  # what is loaded stays: to look through it again would hold up a step
         server.send(core.info)
@@ -103,21 +109,15 @@ def run(address: str, parent_pid: int, open_engine: Open, folders: Sequence[str]
     finally:
         server.close()
         if os.getppid() != parent_pid:
-            _remove(folders)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _follow_parent(parent_pid: int, folders: Sequence[str]) -> None:
+def _follow_parent(parent_pid: int, folder: str) -> None:
     """End this process when its launcher died: nothing else would."""
     while os.getppid() == parent_pid:
         threading.Event().wait(PARENT_POLL_S)
-    _remove(folders)
+    shutil.rmtree(folder, ignore_errors=True)  # its launcher cannot do it any more
     os._exit(1)
-
-
-def _remove(folders: Sequence[str]) -> None:
-    """Remove the launcher's folders, which it cannot do any more; others may do so, too."""
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(arguments: Sequence[str], build: Build) -> int:
@@ -128,17 +128,17 @@ def main(arguments: Sequence[str], build: Build) -> int:
 def main_of(arguments: Sequence[str], open_engine: Open, name: str = "engine") -> int:
     """Parse the launcher's arguments and run."""
     parser = argparse.ArgumentParser(prog=f"whalepod {name}")
-    parser.add_argument("--address", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
-    parser.add_argument("--shared-folder", help="removed too, if the launcher cannot")
+    parser.add_argument("--folder", required=True, help="removed, if the launcher cannot")
+    parser.add_argument("--preload", help="module to import before stdin is read")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format=f"{name}: %(message)s", stream=sys.stderr)
-    folders = []
-    if options.address.startswith("ipc://"):
-        folders.append(os.path.dirname(options.address.removeprefix("ipc://")))
-    if options.shared_folder:
-        folders.append(options.shared_folder)
-    return run(options.address, options.parent_pid, open_engine, folders)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle
+    # comes when the launcher died while this process was stopped: `_follow_parent` ends it
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if options.preload:
+        importlib.import_module(options.preload)
+    return run(options.parent_pid, open_engine, options.folder)
 
 
 if __name__ == "__main__":

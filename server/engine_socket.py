@@ -78,6 +78,11 @@ class EngineSocket:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         return True
 
+    @property
+    def raw(self) -> zmq.Socket[bytes]:
+        """What a channel sends and receives on."""
+        return self._socket
+
     def channel(self) -> EngineChannel:
         """Return the gateway's end, to be entered once."""
         return EngineChannel(self._socket, self.info, self.exit_reason)

@@ -31,7 +31,7 @@ def run_gateway(
     from whalepod.server.gateway.run import serve as serve_http
 
     async def run() -> str | None:
-        async with process.channel() as upstream:
+        async with process.restarting_channel() as upstream:
             told_to_stop = asyncio.Event()
             watch = asyncio.create_task(_tell_to_stop(process, upstream, told_to_stop))
             try:

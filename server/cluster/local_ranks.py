@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import shutil
 import subprocess
-import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Self
 
 from whalepod.server.cluster.node_plan import NodePlan
@@ -23,9 +20,11 @@ from whalepod.server.codec import encode_value
 from whalepod.server.config import EngineConfig, TransportName
 from whalepod.server.engine_launcher import (
     STOP_GRACE_S,
+    assign,
     available_cores,
     describe_exit,
     end_all,
+    private_folder,
     spawn,
 )
 
@@ -65,16 +64,13 @@ class LocalRanks:
         self._num_lives: Counter[int] = Counter()
         self._ended_at: float | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._spare: subprocess.Popen[bytes] | None = None
+        self._spare_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         plan = self._plan
         with ExitStack() as stack:
-            self.folder = Path(tempfile.mkdtemp(prefix="whalepod-"))  # 0700
-            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            # cleaners of /tmp respect this lock: they would remove old memberships
-            lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-            stack.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            self.folder = stack.enter_context(private_folder())
             num_heaps = plan.num_ranks if self.transport == "shm" else 0
             self._heap_fds = tuple([_new_memfd(rank, stack) for rank in range(num_heaps)])
             self._event_fds = tuple([_new_event_fd(stack) for _ in plan.ranks])
@@ -103,13 +99,26 @@ class LocalRanks:
             engine=self._config,
         )
         self._num_lives[rank] += 1
-        self._processes[rank] = spawn(
+        with self._spare_lock:
+            spare, self._spare = self._spare, None
+        is_alive = spare is not None and spare.poll() is None
+        self._processes[rank] = process = spare if spare and is_alive else self._spawn()
+        assign(process, address, encode_value(assignment))
+
+    def prepare_spare(self) -> None:
+        """Start a process that imports what a rank needs and waits: a rank that is lost is replaced
+        in the time that its weights take."""
+        with self._spare_lock, suppress(OSError):  # there is no memory: ranks start without it
+            if self._spare is None or self._spare.poll() is not None:
+                self._spare = self._spawn(preload="whalepod.server.cluster.build_rank")
+
+    def _spawn(self, preload: str = "") -> subprocess.Popen[bytes]:
+        return spawn(
             self._module,
-            address,
-            encode_value(assignment),
+            self.folder,
             num_threads=self._config.device.num_threads,
             pass_fds=(*self._heap_fds, *self._event_fds),
-            shared_folder=self.folder,
+            preload=preload,
         )
 
     def stop(self, rank: int) -> None:
@@ -162,7 +171,8 @@ class LocalRanks:
             logger.error("rank %d: %s", rank, self.where(rank))
 
     def _stop_all(self) -> None:
-        end_all(list(self._processes.values()), self._stop_grace_s)
+        spares = [] if self._spare is None else [self._spare]
+        end_all([*self._processes.values(), *spares], self._stop_grace_s)
 
 
 def _new_memfd(rank: int, stack: ExitStack) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +16,7 @@ from whalepod.server.cluster.membership_store import FolderStore
 from whalepod.server.cluster.node_plan import NodePlan, plan_of_one
 from whalepod.server.cluster.router import RankRouter
 from whalepod.server.config import EngineConfig
-from whalepod.server.engine_launcher import START_TIMEOUT_S, STOP_GRACE_S
+from whalepod.server.engine_launcher import START_TIMEOUT_S, STOP_GRACE_S, Losses
 from whalepod.server.engine_socket import EngineSocket, wait_until_ready
 from whalepod.server.errors import GroupLost, StartupError
 from whalepod.server.messages import EngineInfo
@@ -27,9 +25,6 @@ if TYPE_CHECKING:
     from whalepod.server.cluster.join_group import JoinedGroup
 
 logger = logging.getLogger(__name__)
-MAX_RESTARTS = 5
-RESTARTS_COUNT_S = 600.0
-"""A rank that was lost more often in this time is not started again."""
 
 
 class RankGroup:
@@ -62,8 +57,7 @@ class RankGroup:
             config, self._plan, self._transport, module=module, stop_grace_s=stop_grace_s
         )
         self._sockets: list[EngineSocket] = []
-        self._lost_at: dict[int, list[float]] = defaultdict(list)
-        """When earlier processes of each rank were lost."""
+        self._losses = [Losses(f"rank {rank}") for rank in range(self.num_ranks)]
         self._joined: JoinedGroup | None = None
         self._is_stopping = False
 
@@ -83,6 +77,7 @@ class RankGroup:
                 self._sockets.append(self._listen(rank))
                 self._start(rank)
             wait_until_ready(self._sockets, self._start_timeout_s, lambda: self._why_stop)
+            self._prepare_spare()
             self._stack = stack.pop_all()
         return self
 
@@ -111,6 +106,10 @@ class RankGroup:
             self._local.start(rank, address)
         elif self._joined is not None:
             self._joined.give_address(rank, address)
+
+    def _prepare_spare(self) -> None:
+        if can_return(self._transport):
+            self._local.prepare_spare()
 
     # -- the group ------------------------------------------------------------------------------
 
@@ -147,6 +146,8 @@ class RankGroup:
     def channel(self) -> RankRouter:
         """Return the gateway's end, to be entered once."""
         return RankRouter(self)
+
+    restarting_channel = channel
 
     def rank_channel(self, rank: int) -> EngineChannel:
         """Return the gateway's end of one rank's wire, to be entered once."""
@@ -204,7 +205,7 @@ class RankGroup:
                 "back: start the group again"
             )
         while not self._is_stopping:
-            self._count_loss(rank)
+            self._losses[rank].count()
             self._local.stop(rank)
             self._sockets[rank].close()
             self._sockets[rank] = self._listen(rank)
@@ -213,22 +214,12 @@ class RankGroup:
                 wait_until_ready(
                     [self._sockets[rank]], self._start_timeout_s, lambda: self._why_stop
                 )
+                self._prepare_spare()
                 return
             except StartupError as error:
                 logger.error("rank %d did not come up again: %s", rank, error)
                 self._remove_member(rank)
         raise GroupLost("the group is stopping")
-
-    def _count_loss(self, rank: int) -> None:
-        """Note that a rank was lost. Raises GroupLost if that came too often."""
-        now = time.monotonic()
-        lost_at = [t for t in self._lost_at[rank] if now - t < RESTARTS_COUNT_S] + [now]
-        self._lost_at[rank] = lost_at
-        if len(lost_at) > MAX_RESTARTS:
-            raise GroupLost(
-                f"rank {rank} cannot be replaced: it was lost {len(lost_at)} times in "
-                f"{RESTARTS_COUNT_S:.0f} s"
-            )
 
     def stop_replacing(self) -> None:
         """End a `replace_rank` that runs in another thread, soon."""
