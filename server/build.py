@@ -6,8 +6,6 @@ choices between backends.
 
 from __future__ import annotations
 
-import atexit
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -45,6 +43,7 @@ from whalepod.server.engine.sampler import Sampler
 from whalepod.server.engine.sampling_state import SamplingState
 from whalepod.server.engine.speculation import Speculator
 from whalepod.server.errors import StartupError
+from whalepod.server.journal_file import open_journal
 from whalepod.server.messages import EngineInfo
 from whalepod.server.structured.interface import Compiler
 
@@ -89,7 +88,7 @@ def build_core(checkpoint: Checkpoint, placement: ExpertPlacement | None = None)
             eos_token_ids=eos_token_ids,
             layer=checkpoint.config.num_layers,
         )
-    journal = _open_journal(config.record)  # last: a start that fails leaves no file behind
+    journal = open_journal(config.record)  # last: a start that fails leaves no file behind
     return new_core(
         _new_scheduler(checkpoint, loaded, runners.num_blocks, eos_token_ids, journal),
         runner,
@@ -203,19 +202,6 @@ def _new_scheduler(
         block_tokens=BLOCK_TOKENS,
         num_lookback_tokens=int(loaded.mtp is not None),
     )
-
-
-def _open_journal(path: str | None) -> BinaryIO | None:
-    """Create the file of `--record`; only its owner may read the prompts in it."""
-    if path is None:
-        return None
-    try:
-        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-    except OSError as error:
-        raise StartupError(f"cannot record to {path}: {error.strerror}") from error
-    # an engine that fails is frozen for the garbage collector: its last steps would be lost
-    atexit.register(file.close)
-    return file
 
 
 def _new_grammars(checkpoint: Checkpoint, eos_token_ids: frozenset[int]) -> GrammarStore | None:

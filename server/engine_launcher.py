@@ -234,6 +234,8 @@ def end_all(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> Non
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def describe_exit(code: int) -> str:

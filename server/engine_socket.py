@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 
@@ -39,7 +40,9 @@ class EngineSocket:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise StartupError(f"{name} cannot be reached at {address}: {error}") from error
+            is_long = error.errno == errno.ENAMETOOLONG
+            reason = "too long for a socket: set TMPDIR to a shorter folder" if is_long else error
+            raise StartupError(f"{name} cannot be reached at {address}: {reason}") from error
 
     @property
     def address(self) -> str:

@@ -70,7 +70,10 @@ class CompileCache(FunctionCache):
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a function on its first call; it runs without the interpreter's lock."""
     dispatcher: Any = njit(nogil=True)(function)
-    dispatcher._cache = CompileCache(function)
+    try:
+        dispatcher._cache = CompileCache(function)
+    except RuntimeError as error:  # no folder can be written, NUMBA_CACHE_DIR neither
+        logger.warning("%s: each start compiles it again", error)
     return dispatcher
 
 

@@ -21,7 +21,12 @@ from whalepod.server.cluster.group_member import GroupMember, HealthMonitor
 from whalepod.server.cluster.group_store import connect_library
 from whalepod.server.cluster.lockstep import Lockstep
 from whalepod.server.cluster.lockstep_engine import LockstepEngine
-from whalepod.server.cluster.membership_store import FolderStore, MembershipStore, StaticMembership
+from whalepod.server.cluster.membership_store import (
+    FolderStore,
+    Membership,
+    MembershipStore,
+    StaticMembership,
+)
 from whalepod.server.cluster.open_transport import open_transport
 from whalepod.server.cluster.progress_board import ProgressBoard, StepProgress
 from whalepod.server.cluster.rank_assignment import RankAssignment
@@ -154,7 +159,8 @@ def _connect(
 
 def _open_memberships(assignment: RankAssignment) -> MembershipStore:
     if not assignment.plan.is_spread:
-        return FolderStore(Path(assignment.folder))
+        known = Membership(assignment.epoch, assignment.members)
+        return FolderStore(Path(assignment.folder), known)
     return StaticMembership(connect_library(assignment.plan), assignment.num_ranks)
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Self
 
+from whalepod.server.cluster.membership_store import Membership
 from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.cluster.progress_board import ProgressBoard
 from whalepod.server.cluster.rank_assignment import EventFds, RankAssignment
@@ -83,8 +84,11 @@ class LocalRanks:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, rank: int, address: str) -> None:
-        """Start a rank, which connects to the gateway's address for it."""
+    def start(self, rank: int, address: str, known: Membership | None = None) -> None:
+        """Start a rank, which connects to the gateway's address for it.
+
+        known  the newest membership, as far as the launcher knows
+        """
         plan = self._plan
         assignment = RankAssignment(
             rank=rank,
@@ -96,21 +100,28 @@ class LocalRanks:
             address=self.address,
             cores=self._cores[rank % plan.ranks_per_node],
             life=self._num_lives[rank],
+            epoch=known.epoch if known else 0,
+            members=known.members if known else frozenset(),
             engine=self._config,
         )
         self._num_lives[rank] += 1
-        with self._spare_lock:
-            spare, self._spare = self._spare, None
-        is_alive = spare is not None and spare.poll() is None
-        self._processes[rank] = process = spare if spare and is_alive else self._spawn()
+        self._processes[rank] = process = self._take_spare() or self._spawn()
         assign(process, address, encode_value(assignment))
 
     def prepare_spare(self) -> None:
         """Start a process that imports what a rank needs and waits: a rank that is lost is replaced
         in the time that its weights take."""
         with self._spare_lock, suppress(OSError):  # there is no memory: ranks start without it
-            if self._spare is None or self._spare.poll() is not None:
+            if self._spare is None:
                 self._spare = self._spawn(preload="whalepod.server.cluster.build_rank")
+
+    def _take_spare(self) -> subprocess.Popen[bytes] | None:
+        with self._spare_lock:
+            spare, self._spare = self._spare, None
+        if spare is None or spare.poll() is None:
+            return spare
+        end_all([spare], 0.0)
+        return None
 
     def _spawn(self, preload: str = "") -> subprocess.Popen[bytes]:
         return spawn(
@@ -126,9 +137,8 @@ class LocalRanks:
         end_all([self._processes[rank]], self._stop_grace_s)
 
     def kill(self, rank: int) -> None:
-        """End a rank at once, whatever it does, and wait until it is gone."""
+        """End a rank at once, whatever it does; does not wait until its memory is freed."""
         self._processes[rank].kill()
-        self._processes[rank].wait()
 
     def wake(self) -> None:
         """Wake all ranks that sleep."""

@@ -34,12 +34,13 @@ class FolderStore:
     when it is stopped or killed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, known: Membership | None = None) -> None:
+        """known: the newest that the caller has heard of; a file that vanished does not undo it."""
         self._folder = folder
-        self._known = Membership(0)
+        self._known = known or Membership(0)
 
     def newest(self) -> Membership:
-        known = self._known  # a file that has vanished since does not undo it
+        known = self._known
         while not self.is_newest(known.epoch):
             epoch = known.epoch + 1
             members = json.loads(self._path(epoch).read_text(encoding="ascii"))
@@ -52,17 +53,22 @@ class FolderStore:
         return not os.path.exists(self._path(epoch + 1))
 
     def commit(self, membership: Membership) -> bool:
-        """Make it the newest one; False if its epoch is taken, or not the next one."""
+        """Make it the newest one; False if its epoch is taken, or not the next one.
+
+        Raises GroupLost if the folder is gone.
+        """
         if membership.epoch != self.newest().epoch + 1:
             return False
         draft = self._folder / f"draft-{os.getpid()}-{threading.get_ident()}"
-        draft.write_text(json.dumps(sorted(membership.members)), encoding="ascii")
         try:
+            draft.write_text(json.dumps(sorted(membership.members)), encoding="ascii")
             os.link(draft, self._path(membership.epoch))
         except FileExistsError:
             return False
+        except FileNotFoundError:
+            raise GroupLost(f"{self._folder} has vanished: ranks meet there") from None
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
         self._known = membership
         return True
 

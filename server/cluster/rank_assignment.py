@@ -27,6 +27,7 @@ class RankAssignment:
     address    of this machine, as the others reach it; "" if all ranks are on it
     cores      to run on; none: anywhere
     life       how often this rank was started before
+    epoch      of the newest membership that the launcher knows, and its members
     """
 
     rank: int
@@ -38,6 +39,8 @@ class RankAssignment:
     address: str = ""
     cores: tuple[int, ...] = ()
     life: int = 0
+    epoch: int = 0
+    members: frozenset[int] = frozenset()
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     @property

@@ -103,7 +103,7 @@ class RankGroup:
         """Start a rank, or tell its machine where the gateway listens for it."""
         address = self._sockets[rank].address
         if rank in self._plan.ranks:
-            self._local.start(rank, address)
+            self._local.start(rank, address, self._memberships.newest())
         elif self._joined is not None:
             self._joined.give_address(rank, address)
 

@@ -233,6 +233,10 @@ class RankRouter:
             await asyncio.sleep(WATCH_S)
             try:
                 self._look()
+            except GroupLost as error:
+                self._failure = str(error)
+                logger.error("%s", error)
+                return
             except Exception as error:
                 if str(error) != last_error:
                     logger.exception("a look at the ranks failed and is repeated")

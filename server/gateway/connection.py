@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable
+from contextlib import suppress
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -11,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from whalepod.server.gateway.api_errors import invalid
 from whalepod.server.gateway.limits import (
     HEAD_TIMEOUT_S,
+    MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
     MIN_READ_BYTES,
     REST_OF_BODY_S,
@@ -42,13 +45,32 @@ class _Timer:
             self._handle = None
 
 
+SPARE_DESCRIPTORS = 256
+"""Kept for all that is no connection of a client: files, engines, pipes, libraries."""
+
+
+def max_connections() -> int:
+    """Raise the limit of open files to the hard one; return how many may be connections."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # no limit at all, or the system has a lower one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(max(soft - SPARE_DESCRIPTORS, soft // 2), MAX_CONNECTIONS)
+
+
 class TimedHttpProtocol(HttpToolsProtocol):
     """Ends a connection whose client dawdles: in a head, in a body that is answered already, or
     in taking what is sent to it; and one whose head is too large.
 
     uvicorn has deadlines for idle connections only; bodies that are wanted have their bounds in
     `body.py`.
+
+    max_connections  one more is closed at once, so that descriptors are left for all else
     """
+
+    max_connections = MAX_CONNECTIONS
 
     head_timeout_s = HEAD_TIMEOUT_S
     unread_timeout_s = UNREAD_TIMEOUT_S
@@ -62,6 +84,9 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._rest = _Timer(self._close)
         self._unread = _Timer(self._check_reader)
         self._timers = (self._head, self._rest, self._unread)
+        if len(self.connections) > self.max_connections:
+            transport.abort()
+            return
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -31,6 +31,8 @@ MIN_THINKING_BUDGET_TOKENS = 1024
 
 BODY_TIMEOUT_S = 60.0
 """A body must have arrived by then: a client that sends a byte a second holds no connection."""
+MAX_CONNECTIONS = 50_000
+"""Open at once, and fewer where the process may open fewer files."""
 MAX_HEAD_BYTES = 64 * 1024
 """Of the request line and the headers, as far as they come in several pieces."""
 HEAD_TIMEOUT_S = 20.0

@@ -20,7 +20,7 @@ from whalepod.server.errors import StartupError
 from whalepod.server.gateway.admin import create_admin_app
 from whalepod.server.gateway.app import create_app
 from whalepod.server.gateway.auth import read_keys
-from whalepod.server.gateway.connection import TimedHttpProtocol
+from whalepod.server.gateway.connection import TimedHttpProtocol, max_connections
 from whalepod.server.gateway.live_requests import LiveRequests
 from whalepod.server.tokenizer import TextTokenizer
 
@@ -56,10 +56,11 @@ async def serve(
     """
     app = create_app(config, engine, tokenizer, default_params=default_params)
     gateway = app.state.gateway
-    servers = [(_new_server(app), config.host, config.port)]
+    limit = max_connections() // (2 if config.admin_port else 1)
+    servers = [(_new_server(app, limit), config.host, config.port)]
     if config.admin_port:
         admin = create_admin_app(gateway, read_keys(config.admin_key, None))
-        servers.append((_new_server(admin), config.admin_host, config.admin_port))
+        servers.append((_new_server(admin, limit), config.admin_host, config.admin_port))
     # what was loaded stays: looking through it for garbage held up every stream for 90 ms
     gc.collect()
     gc.freeze()
@@ -79,11 +80,14 @@ async def serve(
             )
 
 
-def _new_server(app: FastAPI) -> _Server:
+def _new_server(app: FastAPI, num_connections: int) -> _Server:
+    class Protocol(TimedHttpProtocol):
+        max_connections = num_connections
+
     return _Server(
         uvicorn.Config(
             app,
-            http=TimedHttpProtocol,
+            http=Protocol,
             ws="none",
             access_log=False,
             log_config=None,

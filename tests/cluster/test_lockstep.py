@@ -232,7 +232,7 @@ def test_changes_build_on_each_other(store: FolderStore) -> None:
     assert store.newest() == removed, "nothing is left to remove, or another membership holds"
 
 
-def test_many_that_commit_at_once_all_succeed_in_the_end(tmp_path: Path) -> None:
+def test_C1_many_that_commit_at_once_all_succeed_in_the_end(tmp_path: Path) -> None:
     stores = [FolderStore(tmp_path) for _ in range(2)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda rank: stores[rank % 2].join(rank), range(8)))
@@ -258,7 +258,7 @@ def test_a_rank_is_removed_also_when_the_file_of_the_membership_has_vanished(
     assert [store.newest() for store in stores] == [Membership(4)] * 2
 
 
-def test_a_membership_whose_file_has_vanished_still_holds(tmp_path: Path) -> None:
+def test_A3_a_membership_whose_file_has_vanished_still_holds(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store.join(0)
     store.join(1)
@@ -266,6 +266,26 @@ def test_a_membership_whose_file_has_vanished_still_holds(tmp_path: Path) -> Non
     for path in tmp_path.iterdir():
         path.unlink()
     assert store.newest() == known == Membership(2, frozenset({0, 1}))
+
+
+def test_A3_a_fresh_rank_over_vanished_memberships_meets_the_others(tmp_path: Path) -> None:
+    survivor = FolderStore(tmp_path)
+    for rank in (0, 1):
+        survivor.join(rank)
+    survivor.remove(frozenset({1}))
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert FolderStore(tmp_path).newest() == Membership(0), "alone it would begin at 0 again"
+
+    fresh = FolderStore(tmp_path, survivor.newest())
+    fresh.join(1)
+    assert survivor.newest() == fresh.newest() == Membership(4, frozenset({0, 1}))
+
+
+def test_A6_a_folder_that_has_vanished_ends_the_group(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "gone")
+    with pytest.raises(GroupLost, match="gone has vanished"):
+        store.join(0)
 
 
 def test_a_group_that_replaces_nobody_has_one_membership_once_all_are_ready() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,7 +61,10 @@ class FakeRanks:
     failure: str | None = None
     look_errors: list[Exception] = field(default_factory=list)
     start_errors: list[Exception] = field(default_factory=list)
-    """What `why_lost` and `replace_rank` raise before they do what they should."""
+    remove_errors: list[Exception] = field(default_factory=list)
+    """What `why_lost`, `replace_rank` and `remove` raise before they do what they should."""
+    all_lost: threading.Barrier | None = None
+    """Where replacements wait for each other: each returns when all ranks are members."""
 
     @property
     def num_ranks(self) -> int:
@@ -81,6 +86,8 @@ class FakeRanks:
         return "it is in combine of layer 3"
 
     def remove(self, rank: int, reason: str) -> None:
+        if self.remove_errors:
+            raise self.remove_errors.pop()
         self.removed.append(rank)
 
     def stop_replacing(self) -> None: ...
@@ -88,6 +95,10 @@ class FakeRanks:
     def replace_rank(self, rank: int) -> None:
         if self.start_errors:
             raise self.start_errors.pop()
+        if self.all_lost is not None:
+            self.all_lost.wait(DEADLINE_S)
+            del self.lost[rank]
+            return
         if self.replacement is None:
             raise GroupLost(f"rank {rank} cannot be replaced: there is no other")
         del self.lost[rank]
@@ -238,7 +249,7 @@ def test_what_a_lost_rank_had_not_begun_runs_elsewhere_and_what_it_had_begun_fai
     run(tmp_path, scenario, *roomy_cores())
 
 
-def test_a_look_that_fails_once_is_repeated(tmp_path: Path) -> None:
+def test_A1_a_look_that_fails_once_is_repeated(tmp_path: Path) -> None:
     async def scenario(router: RankRouter, ranks: FakeRanks, cores: list[EngineCore]) -> None:
         ranks.look_errors = [OSError(24, "Too many open files") for _ in range(3)]
         await until(lambda: not ranks.look_errors)
@@ -249,7 +260,7 @@ def test_a_look_that_fails_once_is_repeated(tmp_path: Path) -> None:
     run(tmp_path, scenario, *roomy_cores())
 
 
-def test_a_replacement_that_fails_once_is_tried_again(
+def test_A7_a_replacement_that_fails_once_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("whalepod.server.cluster.router.RETRY_S", 0.01)
@@ -266,6 +277,44 @@ def test_a_replacement_that_fails_once_is_tried_again(
             assert router.failure is None
 
     run(tmp_path, scenario, *roomy_cores())
+
+
+def test_A2_a_rank_that_could_not_be_removed_for_lack_of_space_is_removed_later(
+    tmp_path: Path,
+) -> None:
+    async def scenario(router: RankRouter, ranks: FakeRanks, _: list[EngineCore]) -> None:
+        ranks.all_lost = threading.Barrier(1)
+        ranks.remove_errors = [OSError(28, "No space left on device") for _ in range(3)]
+        ranks.lost[1] = "ended by SIGKILL"
+        await until(lambda: ranks.removed == [1])
+        await until(lambda: not ranks.lost and not router._replacing)
+        assert router.failure is None
+        assert await read(router, request("a"))
+
+    run(tmp_path, scenario)
+
+
+def test_A8_all_ranks_can_be_lost_at_once(tmp_path: Path) -> None:
+    """Each replacement ends when all ranks are members, so all must run at once."""
+
+    async def scenario(router: RankRouter, ranks: FakeRanks, _: list[EngineCore]) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        ranks.all_lost = threading.Barrier(2)
+        ranks.lost |= {0: "ended by SIGKILL", 1: "ended by SIGKILL"}
+        await until(lambda: not ranks.lost and not router._replacing)
+        assert router.failure is None
+
+    run(tmp_path, scenario)
+
+
+def test_A6_a_group_whose_folder_has_vanished_is_lost_for_good(tmp_path: Path) -> None:
+    async def scenario(router: RankRouter, ranks: FakeRanks, _: list[EngineCore]) -> None:
+        ranks.remove_errors = [GroupLost("/tmp/whalepod-1 has vanished")]
+        ranks.lost[1] = "ended by SIGKILL"
+        await until(lambda: router.failure is not None)
+        assert router.failure == "/tmp/whalepod-1 has vanished"
+
+    run(tmp_path, scenario)
 
 
 def test_a_rank_that_came_back_gets_requests_again(tmp_path: Path) -> None:

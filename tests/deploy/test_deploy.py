@@ -156,6 +156,18 @@ def test_pods_of_a_leader_worker_set_start_a_leader_and_workers_that_fit_togethe
     assert ports == {"http": GatewayConfig().port, "rendezvous": NodesConfig().master_port}
 
 
+def test_A6_what_cannot_be_repaired_is_started_again_by_each_manifest() -> None:
+    services = load("compose.yaml")["services"]
+    assert {service["restart"] for service in services.values()} == {"unless-stopped"}
+    with (DEPLOY / "leader-worker-set.yaml").open(encoding="utf-8") as file:
+        template = next(yaml.safe_load_all(file))["spec"]["leaderWorkerTemplate"]
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    (leader,) = template["leaderTemplate"]["spec"]["containers"]
+    for probe in ("startupProbe", "livenessProbe"):
+        assert leader[probe]["httpGet"] == {"path": "/health", "port": "http"}, "/ready waits"
+    assert leader["startupProbe"]["failureThreshold"] * 10 >= 1800
+
+
 def test_the_dashboard_has_json_that_grafana_imports() -> None:
     board = dashboard()
 

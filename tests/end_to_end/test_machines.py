@@ -162,12 +162,15 @@ def test_a_launcher_that_is_killed_ends_the_others(nano_folder: Path) -> None:
         wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
-def test_a_server_whose_only_engine_is_killed_ends_with_one_reason(nano_folder: Path) -> None:
-    """What cannot be repaired here is for the supervisor to start again."""
+def test_A6_a_server_whose_only_engine_is_killed_starts_another(nano_folder: Path) -> None:
     flags = ["--dtype", "fp32", "--num-threads", "1", "--kv-cache-memory", "16M", "--port", "0"]
+    module = "whalepod.server.engine_process"
     with launch(LOOPBACK[0], *whalepod("serve", str(nano_folder), *flags)) as server:
-        wait_for_address([server])
-        (engine,) = ranks_of(server.process.pid, "whalepod.server.engine_process")
+        address = wait_for_address([server])
+        (engine,) = ranks_of(server.process.pid, module)
         os.kill(engine, signal.SIGKILL)
-        assert server.wait() == 1, server.text
-        assert "the engine process was ended by SIGKILL" in server.text
+        wait_until(lambda: "the engine is back" in server.text, 120.0)
+        assert ranks_of(server.process.pid, module) != [engine]
+        assert httpx2.get(f"{address}/ready").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0, server.text

@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -298,6 +300,29 @@ def test_a_client_that_never_finishes_its_headers_is_cut_off(
 
     assert answer == b""
     assert ended_after_s >= 0.05
+
+
+def test_A1_one_connection_too_many_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TimedHttpProtocol, "max_connections", 0)
+    monkeypatch.setattr(TimedHttpProtocol, "head_timeout_s", 3600.0)
+    assert answer_to(b"")[0] == b""
+
+
+def test_A1_descriptors_are_raised_to_the_hard_limit_and_some_are_kept() -> None:
+    program = (
+        "import resource as r; from whalepod.server.gateway.connection import max_connections\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (256, 1024)); print(max_connections())\n"
+        "print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env=environment,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    assert printed.stdout.split() == [b"768", b"1024"]
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,13 @@ def test_a_folder_that_cannot_be_written_is_named_and_does_not_matter(
     with caplog.at_level(logging.WARNING):
         assert not run_answer(folder, torch.float32)
     assert str(folder) in caplog.text
+
+
+def test_A9_a_function_is_compiled_also_where_no_cache_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read-only root file system, or a user without a home."""
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
+    function = compiled(_double)
+    assert function(2) == 4
+    assert "no locator available" in caplog.text
