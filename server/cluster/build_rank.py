@@ -159,7 +159,7 @@ def _connect(
 
 def _open_memberships(assignment: RankAssignment) -> MembershipStore:
     if not assignment.plan.is_spread:
-        known = Membership(assignment.epoch, assignment.members)
+        known = Membership(assignment.epoch, frozenset(assignment.members))
         return FolderStore(Path(assignment.folder), known)
     return StaticMembership(connect_library(assignment.plan), assignment.num_ranks)
 

@@ -101,7 +101,7 @@ class LocalRanks:
             cores=self._cores[rank % plan.ranks_per_node],
             life=self._num_lives[rank],
             epoch=known.epoch if known else 0,
-            members=known.members if known else frozenset(),
+            members=tuple(sorted(known.members)) if known else (),
             engine=self._config,
         )
         self._num_lives[rank] += 1

@@ -40,7 +40,7 @@ class RankAssignment:
     cores: tuple[int, ...] = ()
     life: int = 0
     epoch: int = 0
-    members: frozenset[int] = frozenset()
+    members: tuple[int, ...] = ()
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     @property
