@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import shutil
 import signal
@@ -24,7 +23,6 @@ from whalepod.server.engine_socket import EngineSocket, wait_until_ready
 from whalepod.server.errors import GroupLost, StartupError
 from whalepod.server.messages import EngineInfo
 
-logger = logging.getLogger(__name__)
 ENGINE_MODULE = "whalepod.server.engine_process"
 START_TIMEOUT_S = 1800.0
 """Loading hundreds of gigabytes from a network disk takes its time; progress is on stderr."""
@@ -115,16 +113,12 @@ class EngineProcess:
     def restart(self) -> None:
         """Start a lost engine again; returns when it can serve. Its old channel is to be closed.
 
-        Raises GroupLost, one sentence, when it was lost too often.
+        Raises GroupLost, one sentence, when it was lost too often; any other error may be gone at
+        the next try.
         """
-        while not self._is_stopping:
-            self._losses.count()
-            self._end()
-            try:
-                return self._start()
-            except StartupError as error:
-                logger.error("the engine did not come up again: %s", error)
-        raise GroupLost("the server is stopping")
+        self._losses.count()
+        self._end()
+        self._start()
 
     def stop_restarting(self) -> None:
         """End a `restart` that runs in another thread, soon."""

@@ -11,7 +11,7 @@ from whalepod.server.engine_launcher import EngineProcess
 from whalepod.server.errors import GroupLost
 
 RETRY_S = 1.0
-"""From a start of the engine that failed to the next one."""
+"""From a start of the engine that failed to the next one; then twice as long each time."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class RestartingChannel(EngineChannel):
         await self.detach()
 
     async def _repair(self) -> None:
+        retry_s = RETRY_S
         while True:
             while not self.is_lost:
                 await asyncio.sleep(EXIT_POLL_S)
@@ -54,9 +55,11 @@ class RestartingChannel(EngineChannel):
                 self._failure_for_good = str(error)
                 logger.error("%s", error)
                 return
-            except Exception:
-                logger.exception("the engine could not be started and is tried again")
-                await asyncio.sleep(RETRY_S)
+            except Exception as error:
+                logger.error("the engine did not come up and is tried again: %s", error)
+                await asyncio.sleep(retry_s)
+                retry_s *= 2
                 continue
+            retry_s = RETRY_S
             self.attach(self._process.socket.raw, self._process.info)
             logger.info("the engine is back")

@@ -22,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail on skips not marked gpu, and below the floor of tests",
     )
+    parser.addoption("--chaos-seconds", default="600", help="how long test_chaos.py runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:

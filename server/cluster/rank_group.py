@@ -195,7 +195,8 @@ class RankGroup:
     def replace_rank(self, rank: int) -> None:
         """Start a rank that was removed again; returns when the group is whole.
 
-        Raises GroupLost, one sentence, when the rank cannot come back.
+        Raises GroupLost, one sentence, when the rank cannot come back; any other error may be gone
+        at the next try.
         """
         if self.failure is not None:
             raise GroupLost(self.failure)
@@ -204,22 +205,17 @@ class RankGroup:
                 f"rank {rank} cannot be replaced: over {self._transport} a lost rank cannot come "
                 "back: start the group again"
             )
-        while not self._is_stopping:
-            self._losses[rank].count()
-            self._local.stop(rank)
-            self._sockets[rank].close()
-            self._sockets[rank] = self._listen(rank)
-            self._start(rank)
-            try:
-                wait_until_ready(
-                    [self._sockets[rank]], self._start_timeout_s, lambda: self._why_stop
-                )
-                self._prepare_spare()
-                return
-            except StartupError as error:
-                logger.error("rank %d did not come up again: %s", rank, error)
-                self._remove_member(rank)
-        raise GroupLost("the group is stopping")
+        self._losses[rank].count()
+        self._local.stop(rank)
+        self._sockets[rank].close()
+        self._sockets[rank] = self._listen(rank)
+        self._start(rank)
+        try:
+            wait_until_ready([self._sockets[rank]], self._start_timeout_s, lambda: self._why_stop)
+        except StartupError:
+            self._remove_member(rank)  # it may have joined
+            raise
+        self._prepare_spare()
 
     def stop_replacing(self) -> None:
         """End a `replace_rank` that runs in another thread, soon."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WATCH_S = 0.1
 """How often the router looks for lost ranks and for work to move."""
 RETRY_S = 1.0
-"""From a start of a rank that failed to the next one."""
+"""From a start of a rank that failed to the next one; then twice as long each time."""
 EXPECTED_TOKENS = 256
 """Tokens of an answer that a request is expected to take, if it allows as many."""
 MAX_TRIES = 3
@@ -264,7 +264,7 @@ class RankRouter:
 
     async def _replace(self, number: int) -> None:
         await self._ranks[number].stack.aclose()
-        loop, has_come = asyncio.get_running_loop(), False
+        loop, has_come, retry_s = asyncio.get_running_loop(), False, RETRY_S
         while not has_come:
             try:
                 await loop.run_in_executor(self._threads, self._group.replace_rank, number)
@@ -273,9 +273,10 @@ class RankRouter:
                 self._ranks[number].lost = self._failure = str(error)
                 logger.error("%s", error)
                 return
-            except Exception:
-                logger.exception("rank %d could not be started and is tried again", number)
-                await asyncio.sleep(RETRY_S)
+            except Exception as error:
+                logger.error("rank %d did not come up and is tried again: %s", number, error)
+                await asyncio.sleep(retry_s)
+                retry_s *= 2
         self._ranks[number] = await self._open(number)
         logger.info("rank %d is back", number)
 
