@@ -148,31 +148,20 @@ class Chaos:
 
     async def fill_the_folder(self) -> None:
         """A rank dies while nothing can be written; space is free again after a while."""
+        pid = self.rank_to_lose()
         ballast = self.folder / "ballast"
         with suppress(OSError), ballast.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        await self._lose_while(lambda: ballast.unlink())
-
-    async def close_the_folder(self) -> None:
-        self._remount("ro")
-        await self._lose_while(lambda: self._remount("rw"))
-
-    async def _lose_while(self, end: Callable[[], None]) -> None:
-        pid = self.rank_to_lose()
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(FULL_S)
-        end()
-
-    def _remount(self, mode: str) -> None:
-        command = ["mount", "-o", f"remount,{mode}", str(self.folder)]
-        subprocess.run(command, check=True)
+        ballast.unlink()
 
     async def mishaps(self) -> None:
         every: list[Callable[[], Awaitable[None]]] = [
             self.kill, self.terminate, self.fill_the_folder, self.stop_for_a_while,
-            self.stop_the_gateway, self.kill_helpers, self.close_the_folder, self.stop_for_good,
+            self.stop_the_gateway, self.kill_helpers, self.stop_for_good,
         ]  # fmt: skip
         number = 0
         while time.monotonic() < self.until_s:
@@ -302,6 +291,15 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Laun
         yield serving, address
         serving.process.send_signal(signal.SIGTERM)
         assert serving.wait() == 0, serving.text
+
+
+def test_a_server_starts_where_its_folder_for_sockets_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_folder(tmp_path / "tmp") as folder:
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        with server(folder, monkeypatch) as (serving, _):
+            assert len(Processes(serving.process.pid).pids()) > 2
 
 
 def test_ten_minutes_of_chaos_leave_nothing_behind(
