@@ -15,7 +15,7 @@ ROWS = [
     for line in (TESTS / "case_ids.txt").read_text().splitlines()
     if not line.startswith("#")
 ]
-_ID = re.compile(r"(?<=_)([bB]\d{3}|item_\d+)(?=_|$)")
+_ID = re.compile(r"(?<=_)([bB]\d{3}|[ABC]\d|[NI]\d{2,3}|item_\d+)(?=_|$)")
 
 
 def ids_in(name: str) -> set[str]:
@@ -38,7 +38,7 @@ def test_every_row_has_a_test() -> None:
 
 
 def test_rows_are_listed_once_and_in_order() -> None:
-    assert len(ROWS) == 94
+    assert len(ROWS) == 107
     listed = [row[0] for row in ROWS]
     assert listed == sorted(set(listed))
     assert all(len(row) == 2 or row[2:] == ["later"] for row in ROWS)
@@ -49,6 +49,7 @@ def test_rows_are_listed_once_and_in_order() -> None:
     [
         ("test_B003_b005_exactly_one", {"B003", "B005"}),
         ("test_item_30_a_block", {"item_30"}),
+        ("test_B1_N024_i21_ids_of_reviews", {"B1", "N024"}),
         ("test_a_sub003_b12_item", set()),
     ],
 )
