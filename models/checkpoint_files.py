@@ -112,6 +112,11 @@ class CheckpointFiles:
             raise WeightsError(f"{header} cannot be read: {error}") from None
         return tensor
 
+    def first_not_finite(self) -> TensorHeader | None:
+        """Return the first tensor with a NaN or an infinity, after reading all up to there."""
+        headers = map(self.header, self._places)
+        return next((h for h in headers if not self.read(h).float().isfinite().all()), None)
+
     def _listed_tensors(self) -> Iterator[tuple[Path, str]]:
         if (self._folder / INDEX_NAME).is_file():
             return self._tensors_of_index(self._folder / INDEX_NAME)

@@ -15,6 +15,7 @@ from typing import BinaryIO
 from whalepod.ep_comm.routed_experts import ExpertPlacement
 from whalepod.kernels.interface import BLOCK_TOKENS
 from whalepod.models.cache import LatentCache
+from whalepod.models.checkpoint_files import CheckpointFiles
 from whalepod.mtp.config import SpeculationConfig
 from whalepod.mtp.depth import AdaptiveDepth, Depth, FixedDepth
 from whalepod.mtp.drafter import Drafter
@@ -77,7 +78,9 @@ def build_core(checkpoint: Checkpoint, placement: ExpertPlacement | None = None)
     new_sampler, new_core = _choose_classes(checkpoint, eos_token_ids)
     runners = _Runners(checkpoint, loaded, new_sampler)
     runner = runners.new(config.speculation)
-    warm_up(runner, config.scheduler, config.speculation.max_depth if runner.makes_drafts else 0)
+    num_drafts = config.speculation.max_depth if runner.makes_drafts else 0
+    if not warm_up(runner, config.scheduler, num_drafts):
+        _refuse_bad_weights(checkpoint)
     # a rank of a group has not all experts before the others are there: its guesses mean nothing
     if loaded.mtp is not None and placement is None and config.source.load_format != "dummy":
         check_acceptance(
@@ -153,12 +156,14 @@ class _Runners:
         return Runner(self._model, self.cache, self._sampler, self._batches, speculator)
 
 
-def warm_up(runner: Runner, limits: SchedulerConfig, num_drafts: int = 0) -> None:
+def warm_up(runner: Runner, limits: SchedulerConfig, num_drafts: int = 0) -> bool:
     """Run one step of each kind, so that the first request does not wait for a compiler.
 
-    Its rows go to the first block of the cache, which no sequence has yet.
+    Its rows go to the first block of the cache, which no sequence has yet. Returns whether all
+    logits were finite.
     """
     num_places = min(BLOCK_TOKENS, limits.max_model_len)
+    is_finite = True
     for params in (SamplingParams(temperature=0, logprobs=1), SamplingParams(top_p=0.9, seed=0)):
         runner.add(0, SamplingState(params, [0], 0))
         for num_tokens in (1, 2, min(BLOCK_TOKENS, limits.max_num_batched_tokens)):
@@ -171,8 +176,21 @@ def warm_up(runner: Runner, limits: SchedulerConfig, num_drafts: int = 0) -> Non
                 sample=True,
                 num_drafts_wanted=min(num_drafts, num_places - num_tokens),
             )
-            runner.run(Plan(step=0, rows=(row,)))
+            result = runner.run(Plan(step=0, rows=(row,)))
+            is_finite &= result.rows[0].error is None
         runner.drop(0)
+    return is_finite
+
+
+def _refuse_bad_weights(checkpoint: Checkpoint) -> None:
+    """Raise StartupError that names the tensor which is not finite, if one is."""
+    if checkpoint.engine_config.source.load_format == "dummy":
+        return
+    found = CheckpointFiles(checkpoint.folder).first_not_finite()
+    if found is not None:
+        raise StartupError(
+            f"{found} holds a NaN or an infinity, so no answer can be computed: download it again"
+        )
 
 
 # -- what stands around it ----------------------------------------------------------------------

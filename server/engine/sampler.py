@@ -62,7 +62,11 @@ class Sampler:
 
     def _choose_shaped(self, ids: list[int], x_BV: Logits, wanted: Sequence[SampleRequest]) -> None:
         """Put other choices where the likeliest token is not simply taken."""
-        shaped = [row for row, w in enumerate(wanted) if w.position < w.state.plain_from]
+        shaped = [
+            row
+            for row, want in enumerate(wanted)
+            if want.position < want.state.plain_from and math.isfinite(x_BV.item(row, ids[row]))
+        ]
         if shaped:
             chosen = self._choose(x_BV[shaped], [wanted[row] for row in shaped])
             for row, token_id in zip(shaped, chosen, strict=True):

@@ -355,7 +355,8 @@ def test_B107_a_step_that_fails_twice_ends_its_requests_and_the_engine_goes_on(
     assert list(after["b", 0].token_ids) == expected_answer(list(text(9)), GREEDY)
 
 
-def test_logits_that_are_not_finite_end_that_request_only() -> None:
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_logits_that_are_not_finite_end_that_request_only(params: SamplingParams) -> None:
     class HalfBroken(FakeModel):
         def logits(self, hidden_BH):  # type: ignore[no-untyped-def]
             logits_BV = super().logits(hidden_BH)
@@ -365,7 +366,7 @@ def test_logits_that_are_not_finite_end_that_request_only() -> None:
 
     core = make_core(model=HalfBroken())
     submit(core, "good", text(5), GREEDY)
-    submit(core, "bad", text(6), GREEDY)
+    submit(core, "bad", text(6), params)
 
     answers = run_to_end(core)
 
