@@ -82,7 +82,7 @@ class Prompts:
         """Return how tools get into the system prompt; None where the template renders them."""
         if habits.renders_tools:
             return None
-        if self._format is None:
+        if self._format is None or self._format.describe_tools is None:
             raise invalid(
                 "tools",
                 "tools: this model's chat template leaves tools out, and no way to describe them "

@@ -50,6 +50,8 @@ def test_N023_N030_I39_every_shape_reaches_every_template(template: str, shape: 
     [
         *((name, "deepseek_r1") for name in TEMPLATES if "R1" in name),
         ("V3.1", "deepseek_v31"),
+        ("V3.2", "deepseek_v32"),
+        *((name, "deepseek_v4") for name in ("V4", "V4-Flash")),
         *((name, "none") for name in TEMPLATES if name[:2] in ("Ki", "GL", "Gi")),
     ],
 )

@@ -116,8 +116,8 @@ class ChatFormat:
     """The marker that opens a block of calls, then markers that open a call without a block."""
     recognises: Callable[[TemplateHabits], bool]
     """Whether a chat template renders calls in this format."""
-    describe_tools: Callable[[Sequence[Mapping[str, Any]]], str]
-    """Returns what a system prompt says of tools where the template leaves them out."""
+    describe_tools: Callable[[Sequence[Mapping[str, Any]]], str] | None
+    """Returns what a system prompt says of tools where the template leaves them out, if known."""
     start: Callable[[str], Start]
     """Where the answer begins, from the end of the rendered prompt."""
     new_parser: Callable[[ParserOptions], Parser]

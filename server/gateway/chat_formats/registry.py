@@ -7,9 +7,10 @@ from typing import Final
 from whalepod.server.chat_template import ChatTemplate
 from whalepod.server.errors import StartupError
 from whalepod.server.gateway.chat_formats.deepseek import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31
+from whalepod.server.gateway.chat_formats.dsml import DEEPSEEK_V4, DEEPSEEK_V32
 from whalepod.server.gateway.chat_formats.interface import ChatFormat
 
-CHAT_FORMATS: Final = (DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31)
+CHAT_FORMATS: Final = (DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4)
 
 AUTO: Final = "auto"
 
