@@ -12,7 +12,8 @@ import orjson
 
 from whalepod.server.gateway.api_errors import ApiError
 from whalepod.server.gateway.content_blocks import Block
-from whalepod.server.gateway.responses_input import Item, ResponsesRequest, resolved
+from whalepod.server.gateway.responses_input import ResponsesRequest
+from whalepod.server.gateway.responses_items import Item, resolved
 
 _ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _INPUT_ID_PREFIXES = {"reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}

@@ -18,10 +18,10 @@ from whalepod.server.gateway.response_store import ResponseContext, StoredRespon
 from whalepod.server.gateway.responses_encoder import ResponsesEncoder, response_fields
 from whalepod.server.gateway.responses_input import (
     CHAT_NAMES,
-    Item,
     ResponsesRequest,
     chat_of_items,
 )
+from whalepod.server.gateway.responses_items import Item
 
 router = APIRouter(route_class=JsonRoute)
 
