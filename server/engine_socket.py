@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -36,6 +37,8 @@ class EngineSocket:
         self._monitor: zmq.Socket[bytes] | None = None
         self._cut_at: float | None = None
         self._info: EngineInfo | None = None
+        is_file = address.startswith("ipc://")
+        self._file = Path(address.removeprefix("ipc://")) if is_file else None
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -97,6 +100,8 @@ class EngineSocket:
             self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
+        if self._file is not None:  # ZeroMQ leaves it
+            self._file.unlink(missing_ok=True)
 
 
 def wait_until_ready(

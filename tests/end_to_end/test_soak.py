@@ -40,8 +40,8 @@ class Processes:
     pid: int
 
     def pids(self) -> list[int]:
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return [self.pid, *map(int, children)]
+        lists = Path(f"/proc/{self.pid}/task").glob("*/children")  # of the thread that started them
+        return [self.pid, *sorted(int(pid) for file in lists for pid in file.read_text().split())]
 
     def rss_bytes(self) -> list[int]:
         texts = [Path(f"/proc/{pid}/status").read_text() for pid in self.pids()]
