@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -101,7 +102,8 @@ class EngineSocket:
         self._socket.close(linger=0)
         self._context.term()
         if self._file is not None:  # ZeroMQ leaves it
-            self._file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._file.unlink()
 
 
 def wait_until_ready(

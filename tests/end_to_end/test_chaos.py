@@ -248,6 +248,13 @@ class Chaos:
         await asyncio.gather(self.mishaps(), self.idle(), *clients)
 
 
+def is_listening(address: str) -> bool:
+    host, port = address.removeprefix("http://").split(":")
+    with suppress(OSError), socket.create_connection((host, int(port))):
+        return True
+    return False
+
+
 def is_alive(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
@@ -288,6 +295,8 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Laun
     limited = ("sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh")
     with launch(Machine("127.0.0.1", limited), *command) as serving:
         address = wait_for_address([serving])
+        # it prints its address a moment before it listens to signals
+        wait_until(lambda: is_listening(address), PATIENCE_S)
         yield serving, address
         serving.process.send_signal(signal.SIGTERM)
         assert serving.wait() == 0, serving.text
