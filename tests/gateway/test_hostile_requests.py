@@ -230,7 +230,7 @@ def ask_all(client: TestClient, admin: TestClient, numbers: range) -> Iterator[f
         response = ask_oddly(rng, *asked)
         took_s = process_time() - started_s
         request = response.request
-        what = f"{number}: {request.method} {request.url} {request.content[:2000]!r}"
+        what = f"{number}: {request.method} {request.url} {request.read()[:2000]!r}"
         assert response.status_code < 500, f"{what}: {response.status_code} {response.text[:500]}"
         assert '"internal_error"' not in response.text, what
         if request.url.path == "/drain":
