@@ -92,6 +92,18 @@ def store_release(typingctx, address, value):
     return types.void(types.int64, types.int64), codegen
 
 
+@intrinsic
+def fence_acquire(typingctx):
+    """Keep later loads behind all earlier ones, which an acquiring load does not: on x86-64 only
+    the compiler must be told, ARM has an instruction for it."""
+
+    def codegen(context, builder, signature, args):
+        builder.fence("acquire")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 @njit
 def i64_at(address, count):
     return carray(pointer(address), count, np.int64)

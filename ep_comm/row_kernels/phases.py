@@ -25,6 +25,7 @@ from whalepod.ep_comm.row_kernels.loops import (
 from whalepod.ep_comm.row_kernels.memory import (
     BYTES,
     f64_at,
+    fence_acquire,
     i64_at,
     load_acquire,
     row_bytes,
@@ -176,6 +177,7 @@ def _wait_for_all(p, signals, epoch, until_ns, values):
 def _is_unchanged(signals, values):
     """Return whether no rank wrote again while this one was reading. (A later call that is given up
     brings no rows; the next wait finds it.)"""
+    fence_acquire()
     for rank in range(len(values)):
         value = load_acquire(signals + rank * _SIGNAL_BYTES)
         if value != values[rank] and value & COUNT_MASK < FIRST_ABORT:

@@ -12,7 +12,11 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from whalepod.ep_comm.row_kernels.memory import load_acquire
+from whalepod.ep_comm.row_kernels.memory import (
+    fence_acquire,
+    load_acquire,
+    store_release,
+)
 from whalepod.kernels.cpu.compile_cache import compiled
 from whalepod.kernels.cpu.simd import I32, I64, call_c, give_way, intrinsic, relax
 
@@ -75,3 +79,16 @@ def wait_until(signal, at_least, until_ns):
 def wait_for_signal(signal, at_least, until_ns):
     """Do as `wait_until`, for callers in Python."""
     return wait_until(signal, at_least, until_ns)
+
+
+@compiled
+def read_signal(signal):
+    """Return the value at the address `signal`, read after all that was read before."""
+    fence_acquire()
+    return load_acquire(signal)
+
+
+@compiled
+def set_signal(signal, value):
+    """Set the value at the address `signal` after all that was stored before."""
+    store_release(signal, value)

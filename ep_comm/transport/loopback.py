@@ -96,9 +96,10 @@ class LoopbackTransport(MappedHeaps):
         return self._turns.now_ms
 
     def signal_wait(self, signal_offset: int, at_least: int, deadline_ms: float) -> SignalWait:
-        signals, index = self._signals[self.rank], signal_offset // 8
-        arrived = self._turns.wait(self.rank, lambda: bool(signals[index] >= at_least), deadline_ms)
-        return SignalWait(arrived, int(signals[index]))
+        arrived = self._turns.wait(
+            self.rank, lambda: self.signal_fetch(signal_offset) >= at_least, deadline_ms
+        )
+        return SignalWait(arrived, self.signal_fetch(signal_offset))
 
     def fence(self, rank: int) -> None:
         """Do nothing: puts arrive in order."""

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from whalepod.ep_comm.row_kernels.waiting import read_signal, set_signal
 from whalepod.ep_comm.transport.interface import (
     MappedMemory,
     SignalWait,
@@ -18,7 +18,10 @@ from whalepod.ep_comm.transport.interface import (
 
 
 class MappedHeaps(ABC):
-    """One rank's end. What waiting, time and order are is for the subclass to say.
+    """One rank's end. What waiting and time are is for the subclass to say.
+
+    A signal is stored with release and read with acquire order, so a put is seen before a signal
+    that is set after it on every processor: a fence has nothing left to do.
 
     can_wait  see `MappedMemory`
     """
@@ -29,10 +32,9 @@ class MappedHeaps(ABC):
         self.rank = rank
         self.topology = topology
         self._heaps = list(heaps)
-        self._signals = [heap.view(torch.int64).numpy() for heap in heaps]
         self._num_barriers = 0
-        addresses = np.array([heap.data_ptr() for heap in heaps], dtype=np.int64)
-        self.mapped = MappedMemory(addresses, can_wait)
+        self._addresses = [heap.data_ptr() for heap in heaps]
+        self.mapped = MappedMemory(np.array(self._addresses, dtype=np.int64), can_wait)
 
     @property
     def heap(self) -> Tensor:
@@ -54,10 +56,11 @@ class MappedHeaps(ABC):
         self._heaps[rank][offset : offset + source.numel()] = source
 
     def signal_op(self, signal_offset: int, value: int, rank: int) -> None:
-        self._signals[rank][signal_offset // 8] = value
+        set_signal(self._addresses[rank] + signal_offset, value)
 
     def signal_fetch(self, signal_offset: int) -> int:
-        return int(self._signals[self.rank][signal_offset // 8])
+        value: int = read_signal(self._addresses[self.rank] + signal_offset)
+        return value
 
     def barrier(self, deadline_ms: float) -> tuple[int, ...]:
         self._num_barriers += 1
@@ -68,4 +71,4 @@ class MappedHeaps(ABC):
 
     def close(self) -> None:
         """Let go of the heaps; memory is unmapped as soon as no tensor refers to it any more."""
-        self._signals, self._heaps = [], []
+        self._heaps = []

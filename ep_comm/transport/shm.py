@@ -3,16 +3,12 @@
 The launcher makes the memfds (`create_heaps`) and the ranks inherit them, so that nothing has a
 name and nothing is left behind when ranks or launcher are killed. Pages are taken when they are
 first written.
-
-Stores become visible in their order on x86-64, so a fence needs no instruction there; other
-machines are refused rather than trusted.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import platform
 import time
 from collections.abc import Sequence
 
@@ -21,8 +17,6 @@ import torch
 from whalepod.ep_comm.row_kernels.waiting import wait_for_signal
 from whalepod.ep_comm.transport.interface import SignalWait, Topology
 from whalepod.ep_comm.transport.mapped import MappedHeaps
-
-_STORES_IN_ORDER = ("x86_64", "AMD64")
 
 
 def create_heaps(num_ranks: int, heap_bytes: int) -> list[int]:
@@ -44,11 +38,6 @@ class ShmTransport(MappedHeaps):
     def __init__(
         self, rank: int, descriptors: Sequence[int], *, ranks_per_node: int | None = None
     ) -> None:
-        if platform.machine() not in _STORES_IN_ORDER:
-            raise RuntimeError(
-                f"shared memory between ranks relies on the store order of x86-64, "
-                f"this machine is {platform.machine()}: use --ep 1"
-            )
         maps = [mmap.mmap(fd, os.fstat(fd).st_size) for fd in descriptors]
         heaps = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
         topology = Topology(len(maps), ranks_per_node or len(maps))
@@ -63,7 +52,7 @@ class ShmTransport(MappedHeaps):
         return SignalWait(value >= at_least, value)
 
     def fence(self, rank: int) -> None:
-        """Do nothing: see the module's docstring."""
+        """Do nothing: a signal is set after the puts before it, see `MappedHeaps`."""
 
     def quiet(self) -> None:
         """Do nothing: puts are plain stores."""
