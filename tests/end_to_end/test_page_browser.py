@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
-from tests.gateway.chat_formats.transcripts import block, cut_at, v31_call
+from tests.gateway.chat_formats.transcripts import block, smallest_pieces, v31_call
 from tests.gateway.conftest import write_tokenizer
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.serving import serving, wait_until
@@ -233,7 +233,7 @@ def test_thoughts_and_tool_calls_are_folded_and_results_go_back(
     page.get_by_label("Thinking").select_option("on")
     page.get_by_label("Tools").fill(json.dumps([WEATHER]))
     call = block(v31_call("weather", '{"city": "Hangzhou"}'))
-    script(engine, "I need ", "a tool.", "</think>", *cut_at(call, range(1, len(call))))
+    script(engine, "I need ", "a tool.", "</think>", *smallest_pieces(call))
     send(page, "Weather?")
 
     thoughts = page.locator("details", has_text="Thoughts")
