@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.gateway.chat_formats.transcripts import block, v31_call
+from tests.gateway.chat_formats.transcripts import block, smallest_pieces, v31_call
 from tests.gateway.conftest import write_tokenizer
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.serving import serving
@@ -32,7 +32,7 @@ TURNS = [
     {"contains": "<｜tool▁outputs▁begin｜>", "steps": ["It is ", "42."]},
     {
         "contains": "weather",
-        "steps": ["why</think>Wait\n\n", *block(v31_call("w", '{"city":"A"}'))],
+        "steps": ["why</think>Wait\n\n", *smallest_pieces(block(v31_call("w", '{"city":"A"}')))],
     },
     {"contains": "｜>think", "steps": ["so ", "and so</think>", "Hel", "lo"]},
     {"contains": "Paris", "steps": ['{"city":"Paris",', '"is_large":true}']},
