@@ -58,6 +58,11 @@ class AllGather:
         least = signal_value(transfer.epoch, 0)
         return any(self._group.transport.signal_fetch(signal) >= least for signal in signals)
 
+    @property
+    def number(self) -> int:
+        """Return the number of the last gather."""
+        return self._number
+
     def post(self, record: Tensor) -> None:
         """Do the first half of `gather`: send the record, wait for no one."""
         data = record.reshape(1, -1).view(torch.uint8)

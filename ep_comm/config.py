@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whalepod.ep_comm import layout
+from whalepod.ep_comm.group import FIRST_ABORT
 from whalepod.ep_comm.heap import HeapLayout, Region
 from whalepod.ep_comm.rows import RowDtype, RowFormat
 from whalepod.ep_comm.slots import RecvSlots, staging_bytes
@@ -53,6 +54,11 @@ class ExchangeConfig:
             raise ValueError(f"max_tokens ({self.max_tokens}) must be at least 1")
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens ({self.chunk_tokens}) must be at least 1")
+        if self.max_returned >= FIRST_ABORT:
+            raise ValueError(
+                f"{self.max_returned} rows for one rank are more than a signal can count "
+                f"({FIRST_ABORT - 1}): lower max_tokens ({self.max_tokens})"
+            )
         if self.is_by_expert and (self.max_chunks > 1 or self.topology.num_nodes > 1):
             raise ValueError(
                 f"layout {self.layout} takes all tokens of a call at once and sends them directly: "

@@ -25,9 +25,9 @@ from whalepod.kernels.triton.nvshmem import (
     signal_wait_until,
 )
 
-COUNT_BITS = tl.constexpr(20)
-COUNT_MASK = tl.constexpr((1 << 20) - 1)
-MOST_COUNT = tl.constexpr((1 << 20) - 4096)
+COUNT_BITS = tl.constexpr(17)
+COUNT_MASK = tl.constexpr((1 << 17) - 1)
+MOST_COUNT = tl.constexpr((1 << 17) - 4096)
 """Counts from here on are aborts."""
 
 _SET = tl.constexpr(9)

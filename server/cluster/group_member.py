@@ -24,8 +24,10 @@ GATHER_PATIENCE = 4.0
 """An exchange of records waits longer than a combine, which waits longer than a dispatch: a rank
 that ran into the others' timeouts must find them still waiting for it here."""
 PAUSE_MS = 10.0
-_EXCHANGE_BITS = 31
-"""Exchanges of one epoch that can be numbered: months at a hundred steps a second."""
+_EXCHANGE_BITS = 27
+RENEW_AFTER = 1 << 26
+"""Exchanges of one epoch, three days at 200 a second: then another epoch begins, since numbers end.
+2**16 epochs last for 32,000 lost ranks, or 600 years of such ends."""
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +181,10 @@ class GroupMember:
             self._note_late(status)
             return None
         records = {rank: from_tensor(values) for rank, values in found.items()}
+        if self._exchange.number % (1 << _EXCHANGE_BITS) > RENEW_AFTER:
+            if self.is_lowest:
+                self._health.store.renew()
+            return None  # all ranks find the new epoch before they compute
         decision = self._lockstep.decide(records)
         if isinstance(decision, Remove):
             self._remove(decision)

@@ -88,6 +88,11 @@ class FolderStore:
             if self.commit(Membership(newest.epoch + 1, newest.members - ranks)):
                 return
 
+    def renew(self) -> None:
+        """Begin another epoch with the same members; that another change comes first will do."""
+        newest = self.newest()
+        self.commit(Membership(newest.epoch + 1, newest.members))
+
     def _path(self, epoch: int) -> Path:
         return self._folder / f"epoch-{epoch}"
 
@@ -117,6 +122,9 @@ class StaticMembership:
     def remove(self, ranks: frozenset[int], *, epoch: int | None = None) -> None:
         names = ", ".join(map(str, sorted(ranks)))
         raise GroupLost(f"rank {names} does not come to the exchange of records any more")
+
+    def renew(self) -> None:
+        """Do nothing: no epoch follows, so this one has all numbers to itself."""
 
 
 MembershipStore: TypeAlias = FolderStore | StaticMembership

@@ -11,10 +11,13 @@ import pytest
 from tests.cluster.ranks import Rank, Settings, alone, run_group, shape_of
 from tests.engine.fakes import collect
 from tests.equality import assert_bit_equal
+from whalepod.ep_comm.group import COUNT_BITS, signal_value
+from whalepod.ep_comm.slots import TransferId
 from whalepod.ep_comm.transport.loopback import results_of
 from whalepod.mtp.depth import AdaptiveDepth
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import SequenceOutput
+from whalepod.server.cluster import group_member
 from whalepod.server.messages import Abort, Submit, ToEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, logprobs=0, ignore_eos=True)
@@ -74,6 +77,38 @@ CASES = {
     "no drafts": (2, 24, Settings(num_blocks=6, new_depth=None)),
 }
 """Number of ranks, number of requests, what each rank is."""
+
+
+def test_C3_numbers_of_exchanges_begin_anew_before_they_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_member, "RENEW_AFTER", 5)
+    settings = Settings(num_blocks=6)
+    requests = mixed_requests(16, shape_of(is_guessing=False).config.vocab_size)
+    expected = lone_answers(settings, requests)
+
+    def script(rank: Rank) -> Sequence[ToEngine]:
+        mine = requests[rank.transport.rank :: 2][rank.num_turns : rank.num_turns + 1]
+        if rank.num_turns > len(requests):
+            raise StopIteration
+        return mine
+
+    ranks = results_of(run_group(2, settings, script))
+    assert_equal_answers(expected, ranks, set())
+    assert all(rank.member.membership.epoch > 3 for rank in ranks)  # 2 of them are for joining
+    assert all(rank.member.membership.members == {0, 1} for rank in ranks)
+
+
+def test_C3_numbers_of_exchanges_and_dispatches_last_for_years() -> None:
+    last_exchange = ((1 << 16) - 1 << 27) + (1 << 26)
+    ten_years_of_dispatches = 10 * 365 * 86_400 * 58 * 25
+    most_chunks = 64
+
+    for transfer in (
+        TransferId(last_exchange),
+        TransferId(ten_years_of_dispatches, most_chunks - 1, most_chunks.bit_length()),
+    ):
+        assert signal_value(transfer.epoch, 1) >> COUNT_BITS == transfer.epoch
 
 
 @pytest.mark.parametrize("case", CASES)
