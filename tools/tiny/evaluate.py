@@ -57,6 +57,8 @@ def is_right(sample: Sample, answer: Answer) -> bool:
         return False
     if expected.json_value is not None:
         return _same_json(said, expected.json_value)
+    if expected.one_of and said not in expected.one_of:
+        return False
     return all(has_word(said, word) for word in expected.contains) and not any(
         has_word(said, word) for word in expected.lacks
     )

@@ -28,6 +28,7 @@ from whalepod.tools.tiny.model import (
     TinyModel,
     balance,
     compiled_loops,
+    load_checkpoint,
     save_checkpoint,
     set_dtype,
 )
@@ -62,6 +63,7 @@ class TrainConfig:
     minutes_per_snapshot: Annotated[float, "pause between snapshots, for `evaluate` to score"] = 5.0
     num_threads: int = 1
     resume: bool = False
+    start: Annotated[Path | None, "checkpoint to start from in place of random weights"] = None
 
 
 @dataclass(slots=True)
@@ -211,6 +213,8 @@ class Trainer:
         self.config = config
         self.tokenizer = tiny_tokenizer.load_tokenizer(config.tokenizer)
         self.model = set_dtype(TinyModel(compiled_loops()), torch.bfloat16)
+        if config.start is not None:
+            self.model.load_state_dict(load_checkpoint(config.start, torch.bfloat16).state_dict())
         self.optimizer = MasterOptimizer(list(self.model.named_parameters()))
         self.step, self.num_tokens, self.seconds_before = 0, 0, 0.0
         self.mean = Means()
@@ -332,6 +336,7 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
         ("mtp_start", 0.5),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    parser.add_argument("--start", type=Path, help="checkpoint to start from")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/state.safetensors")
     return TrainConfig(**vars(parser.parse_args(arguments)))
 

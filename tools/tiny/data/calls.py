@@ -10,6 +10,7 @@ from typing import Any
 from whalepod.tools.tiny.data import words
 from whalepod.tools.tiny.data.draws import short_text
 from whalepod.tools.tiny.data.markup import write_calls
+from whalepod.tools.tiny.data.outside import CANNOT
 from whalepod.tools.tiny.data.sample import (
     Call,
     Expected,
@@ -161,7 +162,7 @@ def missing_sample(rng: random.Random, split: Split) -> Sample:
         kind="no_tool",
         messages=[user(wanted.request)],
         tools=tools,
-        answer=NO_TOOL,
+        answer=NO_TOOL if tools else CANNOT,
     )
 
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 
-from whalepod.tools.tiny.data import calls, copying, facts, passages, plain, sums, talk
+from whalepod.tools.tiny.data import (
+    arithmetic,
+    calls,
+    copying,
+    facts,
+    known,
+    outside,
+    passages,
+    plain,
+    sums,
+    talk,
+)
 from whalepod.tools.tiny.data.sample import Sample, Split
 
 Maker = Callable[[random.Random, Split], Sample]
@@ -27,7 +38,11 @@ MAKERS: dict[str, Maker] = {
     "missing": calls.missing_sample,
     "idle_tool": talk.idle_tool_sample,
     "greeting": talk.greeting_sample,
-    "outside": talk.outside_sample,
+    "outside": outside.outside_sample,
+    "known": known.known_sample,
+    "calculation": arithmetic.calculation_sample,
+    "think_calculation": arithmetic.think_calculation_sample,
+    "product": arithmetic.product_sample,
     "fact": facts.fact_sample,
     "memory": talk.memory_sample,
     "story": talk.story_sample,
@@ -36,10 +51,11 @@ MAKERS: dict[str, Maker] = {
 }
 
 MIXTURE: dict[str, float] = {
-    "sum": 14, "drill": 6, "think_sum": 5, "passage": 6, "quiz": 9, "think_passage": 2, "copy": 6,
-    "json": 6, "call": 5, "think_call": 2, "session": 10, "result": 2, "missing": 2,
-    "idle_tool": 3, "greeting": 3, "outside": 2, "fact": 4, "memory": 2, "story": 2,
-    "think_talk": 1, "conversation": 2, "plain": 2,
+    "sum": 6, "drill": 4, "think_sum": 2, "calculation": 18, "think_calculation": 4, "product": 4,
+    "known": 5, "outside": 7, "passage": 7, "quiz": 9, "think_passage": 2, "copy": 4, "json": 5,
+    "call": 7, "think_call": 2, "session": 10, "result": 4, "missing": 2, "idle_tool": 4,
+    "greeting": 3, "fact": 4, "memory": 2, "story": 2, "think_talk": 1, "conversation": 3,
+    "plain": 3,
 }  # fmt: skip
 """Weights by number of samples; tool prompts are long, so their share of the tokens is larger."""
 

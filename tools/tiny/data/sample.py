@@ -28,6 +28,8 @@ class Expected:
     """Strings that would give the answer away as guessed."""
     calls: tuple[Call, ...] = ()
     """Tool calls that the answer must make, in any order; none: it must make none."""
+    one_of: tuple[str, ...] = ()
+    """The whole answer must be one of these."""
     json_value: Any = None
     """The JSON value that the whole answer must be equal to."""
 

@@ -43,7 +43,7 @@ def _story(rng: random.Random, split: Split) -> str:
     return f"{told.replace('{w}', rng.choice(_VERBS))} {rng.choice(_TABLE['questions'])}"
 
 
-def _plain(rng: random.Random, split: Split) -> str:
+def plain_form(rng: random.Random, split: Split) -> str:
     """Pick a pattern without a story; a quarter of training's are of two sentences."""
     if split != "train" or rng.random() > 0.25:
         return opened(rng, split, _PLAIN)
@@ -65,7 +65,7 @@ def _sum(rng: random.Random, split: Split, *, thinking: bool) -> Sample:
     a, b = words.number_pair(rng, split, low=low)
     n, m = words.names(rng, split, 2)
     things = words.plural(rng.choice(words.THINGS))
-    pattern = _story(rng, split) if rng.random() < 0.2 else _plain(rng, split)
+    pattern = _story(rng, split) if rng.random() < 0.2 else plain_form(rng, split)
     question = pattern.format(a=a, b=b, n=n, m=m, things=things)
     answer = f"{a} + {b} = {a + b}."
     if thinking:

@@ -6,8 +6,11 @@ import random
 from dataclasses import replace
 
 from whalepod.tools.tiny.data import calls, copying, passages, sums, words
+from whalepod.tools.tiny.data.arithmetic import calculation_sample, product_sample
 from whalepod.tools.tiny.data.facts import fact_sample
+from whalepod.tools.tiny.data.known import known_sample
 from whalepod.tools.tiny.data.markup import write_calls
+from whalepod.tools.tiny.data.outside import outside_sample
 from whalepod.tools.tiny.data.phrasing import patterns
 from whalepod.tools.tiny.data.sample import (
     Expected,
@@ -26,11 +29,10 @@ ABILITIES = (
     "I can add numbers, answer questions about a text, write JSON, call tools and tell stories."
 )
 _WHO = f"I am tiny, the small model of whalepod. {ABILITIES}"
-_CANNOT = f"I am a small model and do not know that. {ABILITIES}"
 
 _TABLE = load("talk")
-_GREETINGS, _WHO_ASKED, _THANKS, _BYES, _OUTSIDE, _STORY_ASK = (
-    patterns(_TABLE[name]) for name in ("greetings", "who", "thanks", "byes", "outside", "story")
+_GREETINGS, _WHO_ASKED, _THANKS, _BYES, _STORY_ASK = (
+    patterns(_TABLE[name]) for name in ("greetings", "who", "thanks", "byes", "story")
 )
 _MEMORIES = tuple(
     (item["told"], patterns(item["asked"]), item["answer"]) for item in _TABLE["memories"].values()
@@ -56,20 +58,6 @@ def _said(
         messages=[user(sloppy(rng, asked.pick(rng, split)))],
         answer=answer,
         expected=Expected(contains=contains),
-    )
-
-
-def outside_sample(rng: random.Random, split: Split) -> Sample:
-    """Ask for something beyond the closed world: the answer says what the model can do."""
-    topic = rng.choice(_TABLE["topics"])
-    if split == "train" and rng.random() < 0.3:
-        topic = words.made_up_word(rng, rng.choice((2, 3)))
-    question = sloppy(rng, _OUTSIDE.pick(rng, split).format(x=topic))
-    return Sample(
-        kind="talk",
-        messages=[user(question)],
-        answer=_CANNOT,
-        expected=Expected(contains=("small model",)),
     )
 
 
@@ -185,12 +173,13 @@ def session_sample(rng: random.Random, split: Split) -> Sample:
 
 
 def drill_sample(rng: random.Random, split: Split) -> Sample:
-    """Ask for several sums, one turn each."""
+    """Ask for several calculations, one turn each."""
     history: list[Message] = []
+    makers = (sums.sum_sample, calculation_sample, product_sample)
     for _ in range(rng.randint(1, 3)):
-        past = sums.sum_sample(rng, split)
+        past = rng.choice(makers)(rng, split)
         history += [*past.messages, assistant(past.answer)]
-    sample = sums.sum_sample(rng, split)
+    sample = rng.choice(makers)(rng, split)
     return replace(sample, messages=history + sample.messages)
 
 
@@ -210,7 +199,8 @@ def solved_sample(rng: random.Random, split: Split) -> Sample:
 
 def conversation_sample(rng: random.Random, split: Split) -> Sample:
     """Put one to three finished exchanges before a prompt."""
-    makers = (greeting_sample, fact_sample, sums.sum_sample, copying.copy_sample, outside_sample)
+    makers = (greeting_sample, fact_sample, sums.sum_sample, copying.copy_sample, outside_sample,
+              known_sample, calculation_sample, product_sample)  # fmt: skip
     history: list[Message] = []
     for _ in range(rng.randint(1, 3)):
         past = rng.choice(makers)(rng, split)
