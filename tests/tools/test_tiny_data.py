@@ -11,6 +11,7 @@ import pytest
 
 import whalepod.tools.tiny.data
 from whalepod.tools.tiny.data import markup, mixture, words
+from whalepod.tools.tiny.data.arithmetic import borrow_steps, column_steps
 from whalepod.tools.tiny.data.passages import opaque_form
 from whalepod.tools.tiny.data.phrasing import opened, varied
 from whalepod.tools.tiny.data.plain import PLAIN
@@ -48,8 +49,9 @@ def test_no_pattern_is_in_two_splits() -> None:
 
     assert len(patterns) > 40
     for item in patterns:
-        forms = [*item.train, *item.dev, *item.test]
-        assert len({form.lower() for form in forms}) == len(forms), forms
+        held_out = [form.lower() for form in (*item.dev, *item.test)]
+        assert len(set(held_out)) == len(held_out), held_out
+        assert not {form.lower() for form in item.train}.intersection(held_out)
 
 
 def test_no_widened_training_pattern_holds_a_held_out_one() -> None:
@@ -111,6 +113,50 @@ def test_the_held_out_prompts_are_those_of_earlier_figures() -> None:
         digest.update(repr((sample.messages, sample.tools, sample.answer)).encode())
 
     assert digest.hexdigest()[:16] == "102f9d6550d7778b"
+
+
+def test_first_impressions_are_held_out_too() -> None:
+    asked = {str(sample.messages[-1]["content"]) for sample in mixture.first_impressions()}
+    seen = {
+        str(mixture.MAKERS[kind](random.Random(seed), "train").messages[-1]["content"])
+        for kind in ("calculation", "think_calculation", "outside", "known", "product")
+        for seed in range(1_500)
+    }
+
+    one_digit = re.compile(r"(?<![\d.])\d(?!\d)\D+\d(?!\d)")  # all are learnt, none held out
+    assert len(seen) > 3_000
+    assert not [text for text in asked & seen if not one_digit.search(text)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "text"),
+    [
+        (347, 58, "347 - 58. Ones: 17 - 8 = 9, borrow 1. Tens: 14 - 5 = 9, less 1 makes 8, borrow "
+                  "1. Hundreds: 3 - 0 = 3, less 1 makes 2. So 347 - 58 = 289."),
+        (7, 12, "7 - 12. 12 is larger. Ones: 12 - 7 = 5, borrow 1. Tens: 1 - 0 = 1, less 1 makes "
+                "0. So 12 - 7 = 5 and 7 - 12 = -5."),
+    ],
+)  # fmt: skip
+def test_subtraction_is_shown_place_by_place(a: int, b: int, text: str) -> None:
+    assert borrow_steps(a, b) == text
+
+
+def test_steps_of_any_calculation_are_true() -> None:
+    rng = random.Random(0)
+    for _ in range(3_000):
+        a, b = rng.randint(0, 999), rng.randint(0, 999)
+        for left, operation, right, result in re.findall(
+            r"(\d+) ([+-]) (\d+) = (-?\d+)", f"{column_steps(a, b)} {borrow_steps(a, b)}"
+        ):
+            assert int(result) == int(left) + int(right) * (1 if operation == "+" else -1)
+
+
+def test_no_tool_is_named_where_none_is_declared() -> None:
+    samples = [mixture.MAKERS["missing"](random.Random(seed), "train") for seed in range(500)]
+    alone = [sample for sample in samples if not sample.tools]
+
+    assert len(alone) > 20
+    assert not [sample for sample in alone if "tool" in sample.answer]
 
 
 def test_names_blended_for_training_are_not_held_out_ones() -> None:

@@ -235,12 +235,17 @@ def main() -> None:
     parser.add_argument("--url", help="score a running server instead, e.g. http://127.0.0.1:8000")
     parser.add_argument("--served-model-name", default="tiny")
     parser.add_argument("--split", choices=("dev", "test"), default="test")
+    parser.add_argument("--first", action="store_true", help="score what newcomers type instead")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the 500 prompts")
     parser.add_argument("--show-wrong", type=int, default=0, metavar="N", help="print N failures")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     tokenizer = tiny_tokenizer.load_tokenizer(flags.model)
-    samples = mixture.held_out(flags.split, flags.scale)
+    samples = (
+        mixture.first_impressions(flags.split)
+        if flags.first
+        else mixture.held_out(flags.split, flags.scale)
+    )
     if flags.url:
         answers = through_server(flags.url, flags.served_model_name, tokenizer, samples)
         shares = summary(samples, answers)

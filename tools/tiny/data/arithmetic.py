@@ -7,14 +7,12 @@ two digits are answered at once; with three, the answer shows the school method,
 from __future__ import annotations
 
 import random
-from typing import Literal
+from dataclasses import replace
 
 from whalepod.tools.tiny.data import sums, words
 from whalepod.tools.tiny.data.phrasing import opened, patterns
 from whalepod.tools.tiny.data.sample import Expected, Sample, Split, sloppy, user
 from whalepod.tools.tiny.data.tables import load
-
-Operation = Literal["+", "-", "*"]
 
 _TABLE = load("arithmetic")
 _PLUS, _MINUS, _TIMES, _BEYOND = (
@@ -33,6 +31,14 @@ def think_calculation_sample(rng: random.Random, split: Split) -> Sample:
     """The same in thinking mode: the steps come before `</think>`."""
     operation, lengths = rng.choice("+-"), (rng.randint(1, 3), rng.randint(1, 3))
     return calculation(rng, split, operation, *lengths, thinking=True)
+
+
+def typed_sample(rng: random.Random, split: Split) -> Sample:
+    """Ask in one of the hurried forms."""
+    operation = rng.choice("+-*")
+    lengths = (1, 1) if operation == "*" else (rng.randint(1, 3), rng.randint(1, 3))
+    sample = calculation(rng, split, operation, *lengths, typed=True)
+    return replace(sample, kind="typed")
 
 
 def product_sample(rng: random.Random, split: Split) -> Sample:
@@ -56,23 +62,22 @@ def calculation(
     second_length: int,
     *,
     thinking: bool = False,
+    typed: bool = False,
 ) -> Sample:
     """Ask for one calculation with numbers of the given lengths."""
     a, b = _numbers(rng, split, first_length, second_length)
     if operation == "-" and a < b and rng.random() < 0.6 and first_length == second_length:
         a, b = b, a
-    question = _question(rng, split, operation).format(a=a, b=b)
+    form = _TYPED[operation].pick(rng, split) if typed else _question(rng, split, operation)
+    question = form.format(a=a, b=b)
     result = {"+": a + b, "-": a - b, "*": a * b}[operation]
     told = f"{a} {operation} {b} = {result}."
     steps = column_steps(a, b) if operation == "+" else borrow_steps(a, b)
-    if thinking:
-        answer = f"{steps}</think>{told}"
-    else:
-        answer = told if max(a, b) < 100 else steps
+    shown = told if max(a, b) < 100 else steps
     return Sample(
-        kind=f"{'think ' if thinking else ''}{first_length} {operation} {second_length}",
+        kind="think_calculation" if thinking else f"{first_length}{operation}{second_length}",
         messages=[user(sloppy(rng, question) if split == "train" else question)],
-        answer=answer,
+        answer=f"{steps}</think>{told}" if thinking else shown,
         thinking=thinking,
         expected=Expected(contains=(f"= {result}.",)),
     )

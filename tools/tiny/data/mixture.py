@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 
@@ -86,3 +87,14 @@ def held_out(split: Split = "test", scale: float = 1.0) -> list[Sample]:
     ]
     rng.shuffle(prompts)
     return prompts
+
+
+def first_impressions(split: Split = "test", count: int = 30) -> list[Sample]:
+    """Make what a newcomer types: `count` prompts for each operation and pair of lengths, more of
+    each other kind. The same for every call, and none of it is in the held-out set above."""
+    rng = random.Random(f"first-impressions/{split}")
+    cells = itertools.product("+-", (1, 2, 3), (1, 2, 3))
+    prompts = [arithmetic.calculation(rng, split, *cell) for cell in cells for _ in range(count)]
+    makers = (arithmetic.typed_sample, arithmetic.product_sample, outside.outside_sample,
+              known.known_sample, arithmetic.think_calculation_sample)  # fmt: skip
+    return prompts + [maker(rng, split) for maker in makers for _ in range(4 * count)]
