@@ -201,7 +201,7 @@ def test_ends_that_are_no_tokens_are_one_sentence(tmp_path: Path) -> None:
         Engine(str(folder), **OPTIONS, load_format="dummy")
 
 
-def test_all_files_that_name_ends_of_sequence_count(tmp_path: Path) -> None:
+def test_N018_all_files_that_name_ends_of_sequence_count(tmp_path: Path) -> None:
     folder = synthesize("v3-nano", tmp_path / "nano", with_weights=False)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
