@@ -11,6 +11,10 @@ from whalepod.ep_comm.group import Arrivals, CallStatus, Group, signal_value
 from whalepod.ep_comm.heap import HeapLayout, Region
 from whalepod.ep_comm.slots import RecvSlots, SendBuffer, Target, TransferId, staging_bytes
 
+NUMBERS_PER_EPOCH = 1 << 27
+"""Gathers are numbered anew with each membership: number n of epoch e is e * this + n. So 2**19
+epochs can be told apart (`group.COUNT_BITS`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherRegions:
@@ -59,9 +63,9 @@ class AllGather:
         return any(self._group.transport.signal_fetch(signal) >= least for signal in signals)
 
     @property
-    def number(self) -> int:
-        """Return the number of the last gather."""
-        return self._number
+    def num_in_epoch(self) -> int:
+        """Return how many gathers of the present epoch were numbered."""
+        return self._number % NUMBERS_PER_EPOCH
 
     def post(self, record: Tensor) -> None:
         """Do the first half of `gather`: send the record, wait for no one."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from whalepod.ep_comm import all_gather
-from whalepod.ep_comm.all_gather import AllGather, GatherRegions
+from whalepod.ep_comm.all_gather import NUMBERS_PER_EPOCH, AllGather, GatherRegions
 from whalepod.ep_comm.eplb import migration
 from whalepod.ep_comm.eplb.config import BalancerConfig
 from whalepod.ep_comm.eplb.dispatch_map import columns, look_up, new_table
@@ -32,9 +32,6 @@ from whalepod.ep_comm.group import CallStatus, Group
 from whalepod.ep_comm.heap import HeapLayout
 from whalepod.ep_comm.routed_experts import LoadExpert
 from whalepod.kernels.interface import Kernels, Packed
-
-_NUMBER_BITS = 31
-"""Plans of one membership that can be numbered."""
 
 logger = logging.getLogger(__name__)
 
@@ -161,13 +158,13 @@ class ExpertBalancer:
         """
         self._forget_move()
         self._step = self._number = 0
-        self._base, self.dead = number << _NUMBER_BITS, frozenset(missing)
+        self._base, self.dead = number * NUMBERS_PER_EPOCH, frozenset(missing)
         own_LS = self.contents_LP[:, self._mine].copy()
         for layer, slot in self._to_load:  # planned, and not read yet
             own_LS[layer, slot - self._mine.start] = -1
         self._control.mask(missing)
         self._contents.resume(number)
-        record = self._record(self.regions.contents, int(self._was_complete), own_LS)
+        record = _record(self.regions.contents, int(self._was_complete), own_LS)
         found, status = self._contents.gather(record, deadline_ms)
         if status.must_stop:
             return status
@@ -295,7 +292,7 @@ class ExpertBalancer:
         values = loads_LE if wanted_LP is None else wanted_LP
         self._control.mask(self.dead)  # who was late before may be here now
         self._loads.resume(self._base + self._number)
-        record = self._record(self.regions.loads, int(wanted_LP is not None), values)
+        record = _record(self.regions.loads, int(wanted_LP is not None), values)
         found, status = self._loads.gather(record, deadline_ms)
         if status.must_stop:
             raise migration.MigrationError(f"loads were not gathered: {status}")
@@ -340,10 +337,8 @@ class ExpertBalancer:
             self._make_tables(range(len(self.layers)))
             return
         layer = int(changed_L.argmax())
-        old_P, max_changes = (
-            self.contents_LP[layer],
-            self.config.step_bytes // self.regions.staging.slot_bytes,
-        )
+        old_P = self.contents_LP[layer]
+        max_changes = self.config.step_bytes // self.regions.staging.slot_bytes
         new_P = next_part(old_P, self._planned_LP[layer], self.slots, max(max_changes, 1))
         self.move = LayerMove(
             self._control, self.regions.staging, self.slots, self.layers[layer].content,
@@ -363,12 +358,7 @@ class ExpertBalancer:
         self._make_tables([layer])
         self.stats.num_swaps += 1
         self.stats.moved += [
-            Moved(
-                move.plan.layer,
-                int(move.plan.new_P[target]),
-                source // per_rank,
-                target // per_rank,
-            )
+            Moved(layer, int(new_P[target]), source // per_rank, target // per_rank)
             for source, target in move.copies
         ]
         num_changed = int(changed_P[self._mine].sum())
@@ -392,8 +382,9 @@ class ExpertBalancer:
                 self._control.rank,
             )  # fmt: skip
 
-    def _record(self, regions: GatherRegions, first: int, values: Ints) -> Tensor:
-        record = torch.zeros(regions.slots.record_bytes // 8, dtype=torch.int64)
-        record[0] = first
-        record[1 : 1 + values.size] = torch.from_numpy(np.ascontiguousarray(values)).flatten()
-        return record
+
+def _record(regions: GatherRegions, first: int, values: Ints) -> Tensor:
+    record = torch.zeros(regions.slots.record_bytes // 8, dtype=torch.int64)
+    record[0] = first
+    record[1 : 1 + values.size] = torch.from_numpy(np.ascontiguousarray(values)).flatten()
+    return record

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from whalepod.ep_comm.all_gather import AllGather
+from whalepod.ep_comm.all_gather import NUMBERS_PER_EPOCH, AllGather
 from whalepod.ep_comm.dispatcher import Dispatcher
 from whalepod.ep_comm.eplb.reports import NOTHING_MOVES
 from whalepod.ep_comm.group import CallFailed, CallStatus, Group
@@ -24,10 +24,8 @@ GATHER_PATIENCE = 4.0
 """An exchange of records waits longer than a combine, which waits longer than a dispatch: a rank
 that ran into the others' timeouts must find them still waiting for it here."""
 PAUSE_MS = 10.0
-_EXCHANGE_BITS = 27
-RENEW_AFTER = 1 << 26
-"""Exchanges of one epoch, three days at 200 a second: then another epoch begins, since numbers end.
-2**16 epochs last for 32,000 lost ranks, or 600 years of such ends."""
+RENEW_AFTER = NUMBERS_PER_EPOCH // 2
+"""Exchanges of one epoch, three days at 200 a second, after which another one begins."""
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +127,7 @@ class GroupMember:
         self._late.clear()
         for group in (self._control, self._dispatcher.group):
             group.mask(self.missing)
-        self._exchange.resume((newest.epoch << _EXCHANGE_BITS) + 1)
+        self._exchange.resume(newest.epoch * NUMBERS_PER_EPOCH + 1)
         self._lockstep.start_epoch()
         self._set_patience(1)
         if not self.missing:
@@ -181,9 +179,10 @@ class GroupMember:
             self._note_late(status)
             return None
         records = {rank: from_tensor(values) for rank, values in found.items()}
-        if self._exchange.number % (1 << _EXCHANGE_BITS) > RENEW_AFTER:
+        store = self._health.store
+        if store.can_renew and self._exchange.num_in_epoch > RENEW_AFTER:
             if self.is_lowest:
-                self._health.store.renew()
+                store.renew()
             return None  # all ranks find the new epoch before they compute
         decision = self._lockstep.decide(records)
         if isinstance(decision, Remove):

@@ -34,6 +34,9 @@ class FolderStore:
     when it is stopped or killed.
     """
 
+    can_renew = True
+    """Whether `renew` begins another epoch, before the numbers of this one's exchanges end."""
+
     def __init__(self, folder: Path, known: Membership | None = None) -> None:
         """known: the newest that the caller has heard of; a file that vanished does not undo it."""
         self._folder = folder
@@ -103,6 +106,9 @@ class StaticMembership:
     They count themselves in torch's store, which is not asked again afterwards.
     """
 
+    can_renew = False
+    """No epoch follows, so this one has all numbers to itself."""
+
     def __init__(self, store: Store, num_ranks: int) -> None:
         self._store = store
         self._all = frozenset(range(num_ranks))
@@ -124,7 +130,7 @@ class StaticMembership:
         raise GroupLost(f"rank {names} does not come to the exchange of records any more")
 
     def renew(self) -> None:
-        """Do nothing: no epoch follows, so this one has all numbers to itself."""
+        """Do nothing: it is never asked for."""
 
 
 MembershipStore: TypeAlias = FolderStore | StaticMembership

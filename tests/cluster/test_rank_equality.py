@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.ranks import Rank, Settings, alone, run_group, shape_of
 from tests.engine.fakes import collect
 from tests.equality import assert_bit_equal
+from whalepod.ep_comm.all_gather import NUMBERS_PER_EPOCH
 from whalepod.ep_comm.group import COUNT_BITS, signal_value
 from whalepod.ep_comm.slots import TransferId
 from whalepod.ep_comm.transport.loopback import results_of
@@ -18,6 +19,7 @@ from whalepod.mtp.depth import AdaptiveDepth
 from whalepod.scheduler.params import SamplingParams
 from whalepod.scheduler.plan import SequenceOutput
 from whalepod.server.cluster import group_member
+from whalepod.server.cluster.membership_store import FolderStore, StaticMembership
 from whalepod.server.messages import Abort, Submit, ToEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, logprobs=0, ignore_eos=True)
@@ -79,10 +81,13 @@ CASES = {
 """Number of ranks, number of requests, what each rank is."""
 
 
+@pytest.mark.parametrize("can_renew", [True, False])
 def test_C3_numbers_of_exchanges_begin_anew_before_they_end(
-    monkeypatch: pytest.MonkeyPatch,
+    can_renew: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A membership that no other can follow goes on with its own numbers."""
     monkeypatch.setattr(group_member, "RENEW_AFTER", 5)
+    monkeypatch.setattr(FolderStore, "can_renew", can_renew)
     settings = Settings(num_blocks=6)
     requests = mixed_requests(16, shape_of(is_guessing=False).config.vocab_size)
     expected = lone_answers(settings, requests)
@@ -95,15 +100,18 @@ def test_C3_numbers_of_exchanges_begin_anew_before_they_end(
 
     ranks = results_of(run_group(2, settings, script))
     assert_equal_answers(expected, ranks, set())
-    assert all(rank.member.membership.epoch > 3 for rank in ranks)  # 2 of them are for joining
-    assert all(rank.member.membership.members == {0, 1} for rank in ranks)
+    for rank in ranks:
+        assert rank.member.membership.members == {0, 1}
+        assert (rank.member.membership.epoch > 3) == can_renew  # 2 of them are for joining
 
 
 def test_C3_numbers_of_exchanges_and_dispatches_last_for_years() -> None:
-    last_exchange = ((1 << 16) - 1 << 27) + (1 << 26)
+    last_exchange = (1 << 19) * NUMBERS_PER_EPOCH - 1
     ten_years_of_dispatches = 10 * 365 * 86_400 * 58 * 25
     most_chunks = 64
 
+    assert FolderStore.can_renew
+    assert not StaticMembership.can_renew
     for transfer in (
         TransferId(last_exchange),
         TransferId(ten_years_of_dispatches, most_chunks - 1, most_chunks.bit_length()),
