@@ -101,12 +101,6 @@ class LoopbackTransport(MappedHeaps):
         )
         return SignalWait(arrived, self.signal_fetch(signal_offset))
 
-    def fence(self, rank: int) -> None:
-        """Do nothing: puts arrive in order."""
-
-    def quiet(self) -> None:
-        """Do nothing: puts are plain stores."""
-
     def close(self) -> None:
         """Do nothing: the group owns the heaps."""
 

@@ -50,9 +50,3 @@ class ShmTransport(MappedHeaps):
         address = int(self.mapped.heaps_R[self.rank]) + signal_offset
         value: int = wait_for_signal(address, at_least, int(1e6 * deadline_ms))
         return SignalWait(value >= at_least, value)
-
-    def fence(self, rank: int) -> None:
-        """Do nothing: a signal is set after the puts before it, see `MappedHeaps`."""
-
-    def quiet(self) -> None:
-        """Do nothing: puts are plain stores."""
