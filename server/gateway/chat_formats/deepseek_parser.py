@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from whalepod.server.gateway.chat_formats.arguments import ArgumentReader
-from whalepod.server.gateway.chat_formats.interface import STRUCTURE, ParserOptions
+from whalepod.server.gateway.chat_formats.interface import ParserOptions
 from whalepod.server.gateway.chat_formats.scanning import Delimiters
 from whalepod.server.gateway.chat_formats.text_parser import (
     THINK,
@@ -70,28 +70,13 @@ class DeepseekParser(TextParser):
         if complete and head.strip() in (self._tools or {}):
             self._begin(head)
             self._finish_call(complete=True)
-        elif head.strip() and complete:
-            self._give_back(head)
-        elif self._options.token_markers and STRUCTURE not in self._held:
-            self._give_back("")  # spelled out, and no call followed
-
-    def _between_calls(self) -> bool:
-        text, marker = self._scanner.take_until(self._next_call)
-        if text.strip():
-            self._give_back(text + (marker or ""))
-            return True
-        self._held += text
-        if marker is None:
-            return False
-        self._go_on(marker)
-        return True
+        else:
+            self._give_back_head(head, complete=complete)
 
     def _go_on(self, marker: str) -> None:
-        """Go on after a marker that ends a call or follows one."""
         self._head = ""
         if marker == self._calls_end:
-            self._held, self._step = "", self._back
-            self._calls_are_over = bool(self.blocks.num_calls)
+            self._end_block()
         elif marker == self._call:
             self._held += marker
             self._step = self._call_type

@@ -68,24 +68,10 @@ class DsmlParser(TextParser):
             if complete:
                 self._end_value()
                 self._finish_call()
-        elif (self._head + rest).strip() and complete:
-            self._give_back(self._head + rest)
-        elif self._options.token_markers and STRUCTURE not in self._held:
-            self._give_back("")
-
-    def _between_calls(self) -> bool:
-        text, marker = self._scanner.take_until(self._next_call)
-        if text.strip():
-            self._give_back(text + (marker or ""))
-            return True
-        self._held += text
-        if marker is None:
-            return False
-        self._go_on(marker)
-        return True
+        else:
+            self._give_back_head(self._head + rest, complete=complete)
 
     def _go_on(self, marker: str) -> None:
-        """Go on after a marker that ends a call or follows one."""
         self._head = ""
         if marker == self._invoke:
             self._held += marker
@@ -93,8 +79,7 @@ class DsmlParser(TextParser):
         elif marker == self._call_ends[0]:
             self._step = self._between_calls
         else:
-            self._held, self._step = "", self._back
-            self._calls_are_over = bool(self.blocks.num_calls)
+            self._end_block()
 
     def _call_name(self) -> bool:
         text, marker = self._scanner.take_until(self._head_end)

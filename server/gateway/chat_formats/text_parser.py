@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from whalepod.server.gateway.chat_formats.interface import STRUCTURE, ParserOptions, Start
@@ -20,12 +21,15 @@ def start_of(prompt_tail: str) -> Start:
     return "content" if tail.endswith(THINK_END) else "open"
 
 
-class TextParser:
+class TextParser(ABC):
     """The state machine; `_step` is its state: it consumes text and says whether to go on.
 
     A subclass reads the calls. What follows an opening marker is held until a call's name is
     whole; if none comes, the marker was letters, and reading goes on where it was found.
     """
+
+    _next_call: Delimiters
+    """What may come between two calls: the marker of another one, or the end of the block."""
 
     def __init__(
         self,
@@ -89,13 +93,39 @@ class TextParser:
 
     # -- what calls need -------------------------------------------------------------------------
 
+    @abstractmethod
     def _enter_calls(self, opener: str) -> Callable[[], bool]:
         """Return the state that reads what follows an opening marker."""
-        raise NotImplementedError
 
+    @abstractmethod
+    def _go_on(self, marker: str) -> None:
+        """Go on after a marker that ends a call or follows one."""
+
+    @abstractmethod
     def _finish_calls(self, *, complete: bool) -> None:
         """End an answer in the middle of calls: give back what is none."""
-        raise NotImplementedError
+
+    def _between_calls(self) -> bool:
+        text, marker = self._scanner.take_until(self._next_call)
+        if text.strip():
+            self._give_back(text + (marker or ""))
+            return True
+        self._held += text
+        if marker is None:
+            return False
+        self._go_on(marker)
+        return True
+
+    def _end_block(self) -> None:
+        self._held, self._step = "", self._back
+        self._calls_are_over = bool(self.blocks.num_calls)
+
+    def _give_back_head(self, head: str, *, complete: bool) -> None:
+        """End an answer before the name of a call was whole; `head` is what was read of it."""
+        if head.strip() and complete:
+            self._give_back(head)
+        elif self._options.token_markers and STRUCTURE not in self._held:
+            self._give_back("")  # spelled out, and no call followed
 
     def _give_back(self, unread: str) -> None:
         """Take what is held for text after all, and read on with `unread`."""
