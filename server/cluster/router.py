@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 from whalepod.scheduler.plan import SequenceOutput
 from whalepod.scheduler.stats import Stats, add_stats
 from whalepod.server.channel import EngineChannel
+from whalepod.server.engine_restart import start_again
 from whalepod.server.errors import EngineLost, GroupLost, RequestRecalled
 from whalepod.server.messages import EngineInfo, Experts, Submit
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 WATCH_S = 0.1
 """How often the router looks for lost ranks and for work to move."""
-RETRY_S = 1.0
-"""From a start of a rank that failed to the next one; then twice as long each time."""
 EXPECTED_TOKENS = 256
 """Tokens of an answer that a request is expected to take, if it allows as many."""
 MAX_TRIES = 3
@@ -264,19 +263,16 @@ class RankRouter:
 
     async def _replace(self, number: int) -> None:
         await self._ranks[number].stack.aclose()
-        loop, has_come, retry_s = asyncio.get_running_loop(), False, RETRY_S
-        while not has_come:
-            try:
-                await loop.run_in_executor(self._threads, self._group.replace_rank, number)
-                has_come = True
-            except GroupLost as error:
-                self._ranks[number].lost = self._failure = str(error)
-                logger.error("%s", error)
-                return
-            except Exception as error:
-                logger.error("rank %d did not come up and is tried again: %s", number, error)
-                await asyncio.sleep(retry_s)
-                retry_s *= 2
+        loop = asyncio.get_running_loop()
+        try:
+            await start_again(
+                lambda: loop.run_in_executor(self._threads, self._group.replace_rank, number),
+                f"rank {number}",
+            )
+        except GroupLost as error:
+            self._ranks[number].lost = self._failure = str(error)
+            logger.error("%s", error)
+            return
         self._ranks[number] = await self._open(number)
         logger.info("rank %d is back", number)
 
