@@ -61,11 +61,11 @@ def new_table(
 
 
 def _nearest(replicas: list[int], slots: Slots, rank: int, expert: int) -> list[int]:
-    per_node = slots.num_physical // slots.num_nodes
+    per_node = slots.per_rank * slots.ranks_per_node
     here = [slot for slot in replicas if slot // slots.per_rank == rank]
     if here:
         return here
-    node = rank // (slots.num_ranks // slots.num_nodes)
+    node = rank // slots.ranks_per_node
     near = [slot for slot in replicas if slot // per_node == node] or replicas
     return [near[(rank + expert) % len(near)]]
 

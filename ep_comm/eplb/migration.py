@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 def plan_copies(old_P: Ints, new_P: Ints, slots: Slots) -> list[Copy]:
     """Return the copies that a layer needs: from the same rank, else its node, else the rank that
     has the least to send. Raises MigrationError if an expert is in no slot."""
-    per_node = slots.num_ranks // slots.num_nodes
+    per_node = slots.ranks_per_node
     num_sent = [0] * slots.num_ranks
     copies = []
     for target in np.flatnonzero((old_P != new_P) & (new_P >= 0)).tolist():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whalepod.ep_comm.eplb.policy import Floats, Ints, Loads
 
@@ -42,6 +43,10 @@ class Slots:
         return self.num_physical // self.num_ranks
 
     @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
+
+    @property
     def is_hierarchical(self) -> bool:
         """Return whether each group of experts stays on one node."""
         return self.num_nodes > 1 and self.num_groups % self.num_nodes == 0
@@ -61,14 +66,24 @@ def count_replicas(phy2log_LP: Ints, num_experts: int) -> Ints:
     return np.bincount(flat, minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
+def slot_loads(phy2log_LP: Ints, load_LE: Loads) -> Floats:
+    """Return `[L, P]`: an expert's load split among its replicas; 0 in an empty slot."""
+    split_LE = load_LE / np.maximum(count_replicas(phy2log_LP, load_LE.shape[1]), 1)
+    load_LP = np.take_along_axis(split_LE, np.maximum(phy2log_LP, 0), axis=1)
+    return np.where(phy2log_LP >= 0, load_LP, 0.0)
+
+
 def rank_loads(phy2log_LP: Ints, load_LE: Loads, num_ranks: int) -> Floats:
     """Return `[L, D]`: the load of each rank when an expert's load is split among its replicas."""
-    count_LE = count_replicas(phy2log_LP, load_LE.shape[1])
-    split_LE = load_LE / np.maximum(count_LE, 1)
-    load_LP = np.take_along_axis(split_LE, np.maximum(phy2log_LP, 0), axis=1)
-    load_LP = np.where(phy2log_LP >= 0, load_LP, 0.0)
+    load_LP = slot_loads(phy2log_LP, load_LE)
     loads: Floats = load_LP.reshape(len(load_LP), num_ranks, -1).sum(axis=2)
     return loads
+
+
+def live_ranks(phy2log_LP: Ints, num_ranks: int) -> NDArray[np.bool_]:
+    """Return `[D]`: which ranks hold anything; the others are lost."""
+    held_LDS = (phy2log_LP >= 0).reshape(len(phy2log_LP), num_ranks, -1)
+    return np.asarray(held_LDS.any(axis=(0, 2)))
 
 
 def balancedness(phy2log_LP: Ints, load_LE: Loads, num_ranks: int) -> Floats:
@@ -77,8 +92,7 @@ def balancedness(phy2log_LP: Ints, load_LE: Loads, num_ranks: int) -> Floats:
     Ranks whose slots are all empty do not count.
     """
     load_LD = rank_loads(phy2log_LP, load_LE, num_ranks)
-    is_alive_D = (phy2log_LP >= 0).reshape(len(phy2log_LP), num_ranks, -1).any(axis=(0, 2))
-    load_LD = load_LD[:, is_alive_D]
+    load_LD = load_LD[:, live_ranks(phy2log_LP, num_ranks)]
     most_L = load_LD.max(axis=1)
     mean_L = load_LD.mean(axis=1)
     return np.where(most_L > 0, mean_L / np.where(most_L > 0, most_L, 1.0), 1.0)

@@ -20,7 +20,7 @@ from whalepod.server.gateway.admin import PlacementRequest
 from whalepod.server.messages import Experts
 from whalepod.tools import cli
 from whalepod.tools.eplb.files import Placement
-from whalepod.tools.eplb.pictures import slot_loads, write_heat_map
+from whalepod.tools.eplb.pictures import slot_shares, write_heat_map
 
 VECTORS = Path(__file__).parents[1] / "ep_comm" / "eplb" / "vectors.json"
 SLOTS = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]]
@@ -169,7 +169,7 @@ def test_a_png_has_a_block_of_pixels_for_each_slot(tmp_path: Path) -> None:
     (size,) = struct.unpack(">I", data[place - 4 : place])
     image = np.frombuffer(zlib.decompress(data[place + 4 : place + 4 + size]), np.uint8)
     pixels = image.reshape(height, 1 + width * 3)[:, 1:].reshape(height, width, 3)
-    assert slot_loads(Placement(slots_LP, 2), load_LE)[0, :3].tolist() == [0.4, 0.4, 3.2]
+    assert slot_shares(Placement(slots_LP, 2), load_LE)[0, :3].tolist() == [0.4, 0.4, 3.2]
     middle, cell = 7, width // 4
     light, _, hot, empty = (pixels[middle, slot * cell + 7].tolist() for slot in range(4))
     assert light[2] > light[0], "less than the mean: blue"

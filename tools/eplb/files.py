@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from whalepod.ep_comm.eplb.placement import count_replicas
+from whalepod.ep_comm.eplb.placement import count_replicas, live_ranks
 from whalepod.ep_comm.eplb.policy import Ints, Loads
 from whalepod.ep_comm.eplb.trace import TraceError, read_header, read_trace
 
@@ -30,8 +30,7 @@ class Placement(NamedTuple):
     @property
     def is_alive_D(self) -> NDArray[np.bool_]:
         """Return `[D]`: which ranks hold anything; the others are lost."""
-        held_LDS = self.slots_LP.reshape(len(self.slots_LP), self.num_ranks, -1) >= 0
-        return np.asarray(held_LDS.any(axis=(0, 2)))
+        return live_ranks(self.slots_LP, self.num_ranks)
 
 
 def read_loads(path: Path, window: int) -> tuple[Loads, int]:

@@ -153,7 +153,7 @@ def simulate_trace(config: SimulateConfig) -> int:
 
 def count_moves(before_LP: Ints, after_LP: Ints, slots: Slots) -> dict[str, int]:
     """Count the slots that get another expert, by where its bytes come from."""
-    per_node = slots.num_physical // slots.num_nodes
+    per_node = slots.per_rank * slots.ranks_per_node
     counts = dict.fromkeys(("num_same_rank", "num_same_node", "num_other_node"), 0)
     for before_P, after_P in zip(before_LP, after_LP, strict=True):
         for slot in np.flatnonzero((before_P != after_P) & (after_P >= 0)).tolist():

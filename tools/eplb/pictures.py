@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from whalepod.ep_comm.eplb.placement import balancedness, count_replicas, rank_loads
+from whalepod.ep_comm.eplb.placement import balancedness, rank_loads, slot_loads
 from whalepod.ep_comm.eplb.policy import Floats, Loads
 from whalepod.tools.eplb.files import Placement
 
@@ -29,13 +29,12 @@ _EMPTY = 90
 _LINES = ("#3b6fb6", "#d1495b", "#2a9d5c", "#8659b5", "#c98a1b", "#5b5b5b", "#1aa3a3", "#b54a9a")
 
 
-def slot_loads(placement: Placement, load_LE: Loads) -> Floats:
+def slot_shares(placement: Placement, load_LE: Loads) -> Floats:
     """Return `[L, P]`: the load of each slot by the mean slot of its layer; empty slots are NaN."""
     slots_LP = placement.slots_LP
-    split_LE = load_LE / np.maximum(count_replicas(slots_LP, load_LE.shape[1]), 1)
-    found_LP = np.take_along_axis(split_LE, np.maximum(slots_LP, 0), axis=1)
     mean_L = np.maximum(load_LE.sum(axis=1) / slots_LP.shape[1], 1e-9)
-    shares: Floats = np.where(slots_LP >= 0, found_LP / mean_L[:, None], np.nan)
+    share_LP = slot_loads(slots_LP, load_LE) / mean_L[:, None]
+    shares: Floats = np.where(slots_LP >= 0, share_LP, np.nan)
     return shares
 
 
@@ -65,7 +64,7 @@ def write_svg(path: Path, svg: str, title: str) -> None:
 
 
 def _heat_map(placement: Placement, load_LE: Loads, title: str) -> str:
-    shares_LP = slot_loads(placement, load_LE)
+    shares_LP = slot_shares(placement, load_LE)
     num_layers, num_slots = shares_LP.shape
     per_rank = num_slots // placement.num_ranks
     balance_L = balancedness(placement.slots_LP, load_LE, placement.num_ranks)
@@ -164,7 +163,7 @@ def _svg(width: int, height: int, parts: Sequence[str]) -> str:
 
 def _pixels(placement: Placement, load_LE: Loads) -> NDArray[np.uint8]:
     """Return `[height, width, 3]`: the cells, black lines between ranks, ranks' loads below."""
-    shares_LP = slot_loads(placement, load_LE)
+    shares_LP = slot_shares(placement, load_LE)
     per_rank = shares_LP.shape[1] // placement.num_ranks
     rows = np.vstack([shares_LP, np.repeat(rank_shares(placement, load_LE), per_rank)])
     colours = np.stack([np.interp(np.nan_to_num(rows), _STOPS, c) for c in _COLOURS.T], axis=2)
