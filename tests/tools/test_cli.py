@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 
 import whalepod
+from tests.tools.closed_pipe import run_without_reader
 from whalepod.server.cluster.node_plan import NodePlan
 from whalepod.server.config import EngineConfig, GatewayConfig
 from whalepod.tools import cli
@@ -183,18 +183,7 @@ def test_debug_shows_the_traceback_of_an_error() -> None:
 
 def test_a_reader_may_leave_before_the_end_of_the_output() -> None:
     program = "import sys; from whalepod.tools.cli import main; sys.exit(main(['flags']))"
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        env={"PYTHONPATH": ":".join(sys.path)},
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run_without_reader(program) == (0, "")
 
 
 def test_an_error_is_one_sentence_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

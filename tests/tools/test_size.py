@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.tools.closed_pipe import run_without_reader
 from whalepod.tools.size.__main__ import format_folders, format_functions
 from whalepod.tools.size.ceilings import SLACK, Ceilings, lower, problems, read_ceilings
 from whalepod.tools.size.count import Source, read_source, read_wheel
@@ -104,18 +102,7 @@ def test_listed_functions_may_be_long_until_they_are_cut(
 
 def test_a_reader_may_leave_before_the_end_of_the_report() -> None:
     program = "from whalepod.tools.size.__main__ import show; show('line' * 100_000)"
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        env={"PYTHONPATH": ":".join(sys.path)},
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run_without_reader(program) == (0, "")
 
 
 def test_the_request_path_is_what_a_server_runs() -> None:
