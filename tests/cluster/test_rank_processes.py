@@ -355,7 +355,7 @@ def test_a_rank_stopped_for_ten_seconds_is_waited_for_and_no_request_fails(
                 os.kill(pids[rank], signal.SIGCONT)
                 for one, wanted in zip(await asyncio.gather(*asked), expected, strict=True):
                     check_equal(wanted, one)
-                assert [group.pid(r) for r in range(NUM_RANKS)] == pids, "nobody was lost"
+                assert [group.pid(r) for r in range(NUM_RANKS)] == pids, "no rank was lost"
 
     asyncio.run(scenario())
 

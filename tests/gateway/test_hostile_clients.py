@@ -116,7 +116,7 @@ def error_or_end(client: socket.socket) -> bytes:
     return received
 
 
-def test_B1_outputs_that_nobody_reads_are_bounded_in_bytes() -> None:
+def test_B1_unread_outputs_are_bounded_in_bytes() -> None:
     token = TokenLogprob(token_id=1, logprob=-1.0, rank=1, top=((2, -2.0),) * 20)
     output = SequenceOutput(
         sequence_id=0, request_id="r", index=0, token_ids=(1,) * 100, logprobs=(token,) * 100

@@ -134,7 +134,7 @@ def test_B3_clients_take_turns_and_hold_one_compiler_each() -> None:
         ]
         await until(lambda: len(order) == 2)
         assert order == ["many", "a"]  # one of many's, though it came with four
-        tasks[1].cancel()  # who leaves holds up nobody
+        tasks[1].cancel()  # one that leaves holds up no other
         await asyncio.gather(tasks[1], return_exceptions=True)
         ends[0].set()
         await until(lambda: len(order) == 3)
