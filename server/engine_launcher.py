@@ -21,7 +21,6 @@ from whalepod.server.codec import encode_value
 from whalepod.server.config import EngineConfig
 from whalepod.server.engine_socket import EngineSocket, wait_until_ready
 from whalepod.server.errors import GroupLost, StartupError
-from whalepod.server.journal_file import path_of_life
 from whalepod.server.messages import EngineInfo
 
 ENGINE_MODULE = "whalepod.server.engine_process"
@@ -94,11 +93,12 @@ class EngineProcess:
         self._stack.close()
 
     def _start(self) -> None:
-        life, config = self._num_lives, self._config
+        life = f".{self._num_lives}" if self._num_lives else ""
         self._num_lives += 1
-        address = path_of_life(f"ipc://{self._folder}/engine", life)
-        if config.record:
-            config = replace(config, record=path_of_life(config.record, life))
+        address = f"ipc://{self._folder}/engine{life}"
+        config = self._config
+        if config.record and life:  # a file of its own: the earlier life's is kept
+            config = replace(config, record=config.record + life)
         self._socket = EngineSocket("the engine", address, self.exit_reason)
         self._process = spawn(self._module, self._folder, num_threads=config.device.num_threads)
         assign(self._process, self._socket.address, encode_value(config))

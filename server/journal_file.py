@@ -40,14 +40,6 @@ class JournalFile(io.BufferedWriter):
         logger.error("the recording stops here, serving goes on: %s", error.strerror)
 
 
-def path_of_life(path: str, life: int) -> str:
-    """Return a path of its own for a process that was started `life` times before.
-
-    So what the earlier ones wrote is kept.
-    """
-    return f"{path}.{life}" if life else path
-
-
 def open_journal(path: str | None) -> JournalFile | None:
     """Create the file of `--record`; only its owner may read the prompts in it.
 

@@ -20,7 +20,6 @@ from whalepod.server.build_model import Checkpoint
 from whalepod.server.cluster.rank_assignment import RankAssignment
 from whalepod.server.config import EplbConfig
 from whalepod.server.errors import StartupError
-from whalepod.server.journal_file import path_of_life
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,8 @@ def _open_trace(
     """Return what writes the loads of all ranks down: rank 0 does, a restarted one anew."""
     if eplb.eplb_trace is None or assignment.rank:
         return lambda step, num_steps, loads_LE: None
-    path = Path(path_of_life(eplb.eplb_trace, assignment.life))
+    life = f".{assignment.life}" if assignment.life else ""
+    path = Path(f"{eplb.eplb_trace}{life}")
     try:
         return TraceFile(path, slots.num_groups).write
     except OSError as error:

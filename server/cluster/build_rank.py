@@ -33,7 +33,6 @@ from whalepod.server.cluster.rank_assignment import RankAssignment
 from whalepod.server.cluster.rank_record import record_bytes
 from whalepod.server.config import EngineConfig
 from whalepod.server.errors import StartupError
-from whalepod.server.journal_file import path_of_life
 
 RESERVED_OUTPUT_TOKENS = 256
 """What admission keeps room for on each rank of a group, unless told otherwise: a rank that has to
@@ -174,6 +173,6 @@ def settle(assignment: RankAssignment) -> EngineConfig:
     engine, limits = assignment.engine, assignment.engine.scheduler
     if not limits.reserve_output_tokens:
         limits = replace(limits, reserve_output_tokens=RESERVED_OUTPUT_TOKENS)
-    record = f"{engine.record}.rank{assignment.rank}" if engine.record else None
-    record = record and path_of_life(record, assignment.life)
+    life = f".{assignment.life}" if assignment.life else ""
+    record = f"{engine.record}.rank{assignment.rank}{life}" if engine.record else None
     return replace(engine, scheduler=limits, record=record)
