@@ -90,8 +90,7 @@ def _open_trace(
     """Return what writes the loads of all ranks down: rank 0 does, a restarted one anew."""
     if eplb.eplb_trace is None or assignment.rank:
         return lambda step, num_steps, loads_LE: None
-    life = f".{assignment.life}" if assignment.life else ""
-    path = Path(f"{eplb.eplb_trace}{life}")
+    path = Path(eplb.eplb_trace + assignment.life_suffix)
     try:
         return TraceFile(path, slots.num_groups).write
     except OSError as error:

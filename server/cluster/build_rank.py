@@ -173,6 +173,7 @@ def settle(assignment: RankAssignment) -> EngineConfig:
     engine, limits = assignment.engine, assignment.engine.scheduler
     if not limits.reserve_output_tokens:
         limits = replace(limits, reserve_output_tokens=RESERVED_OUTPUT_TOKENS)
-    life = f".{assignment.life}" if assignment.life else ""
-    record = f"{engine.record}.rank{assignment.rank}{life}" if engine.record else None
+    record = (
+        f"{engine.record}.rank{assignment.rank}{assignment.life_suffix}" if engine.record else None
+    )
     return replace(engine, scheduler=limits, record=record)

@@ -48,6 +48,11 @@ class RankAssignment:
         return self.plan.num_ranks
 
     @property
+    def life_suffix(self) -> str:
+        """What names the files of this life, so that those of earlier ones are kept."""
+        return f".{self.life}" if self.life else ""
+
+    @property
     def events(self) -> EventFds:
         return EventFds(self.event_fds, own=self.rank - self.plan.first_rank)
 
