@@ -28,8 +28,6 @@ START_TIMEOUT_S = 1800.0
 """Loading hundreds of gigabytes from a network disk takes its time; progress is on stderr."""
 STOP_GRACE_S = 10.0
 """From SIGTERM to SIGKILL: the engine ends after the step it is in."""
-
-
 MAX_RESTARTS = 5
 RESTARTS_COUNT_S = 600.0
 """An engine that was lost more often in this time is not started again."""

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Self
 
 from whalepod.server.channel import EXIT_POLL_S, EngineChannel
 from whalepod.server.engine_launcher import EngineProcess
 from whalepod.server.errors import GroupLost
-
-RETRY_S = 1.0
-"""From a start that failed to the next one; then twice as long each time."""
+from whalepod.server.retry_start import retry_start
 
 logger = logging.getLogger(__name__)
-
-
-async def start_again(start: Callable[[], Awaitable[object]], name: str) -> None:
-    """Start what was lost until it comes up. Raises GroupLost once it never will."""
-    retry_s = RETRY_S
-    while True:
-        try:
-            await start()
-            return
-        except GroupLost:
-            raise
-        except Exception as error:
-            logger.error("%s did not come up and is tried again: %s", name, error)
-            await asyncio.sleep(retry_s)
-            retry_s *= 2
 
 
 class RestartingChannel(EngineChannel):
@@ -65,10 +47,9 @@ class RestartingChannel(EngineChannel):
                 await asyncio.sleep(EXIT_POLL_S)
             await self.detach()
             try:
-                await start_again(lambda: asyncio.to_thread(self._process.restart), "the engine")
+                await retry_start(lambda: asyncio.to_thread(self._process.restart), "the engine")
             except GroupLost as error:
                 self._failure_for_good = str(error)
-                logger.error("%s", error)
                 return
             self.attach(self._process.socket.raw, self._process.info)
             logger.info("the engine is back")

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Self
 from whalepod.scheduler.plan import SequenceOutput
 from whalepod.scheduler.stats import Stats, add_stats
 from whalepod.server.channel import EngineChannel
-from whalepod.server.engine_restart import start_again
 from whalepod.server.errors import EngineLost, GroupLost, RequestRecalled
 from whalepod.server.messages import EngineInfo, Experts, Submit
+from whalepod.server.retry_start import retry_start
 
 if TYPE_CHECKING:
     from whalepod.server.cluster.rank_group import RankGroup
@@ -265,13 +265,12 @@ class RankRouter:
         await self._ranks[number].stack.aclose()
         loop = asyncio.get_running_loop()
         try:
-            await start_again(
+            await retry_start(
                 lambda: loop.run_in_executor(self._threads, self._group.replace_rank, number),
                 f"rank {number}",
             )
         except GroupLost as error:
             self._ranks[number].lost = self._failure = str(error)
-            logger.error("%s", error)
             return
         self._ranks[number] = await self._open(number)
         logger.info("rank %d is back", number)

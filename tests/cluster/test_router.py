@@ -263,7 +263,7 @@ def test_A1_a_look_that_fails_once_is_repeated(tmp_path: Path) -> None:
 def test_A7_a_replacement_that_fails_once_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whalepod.server.engine_restart.RETRY_S", 0.01)
+    monkeypatch.setattr("whalepod.server.retry_start.RETRY_S", 0.01)
 
     async def scenario(router: RankRouter, ranks: FakeRanks, cores: list[EngineCore]) -> None:
         new_folder = tmp_path / "new"

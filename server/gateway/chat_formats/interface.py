@@ -12,8 +12,6 @@ from whalepod.server.structured.schema_rules import RuleSet
 
 Start: TypeAlias = Literal["reasoning", "content", "open"]
 """Where an answer begins; "open" when the prompt leaves that to the model."""
-
-
 STRUCTURE: Final = "\ufdd1"
 """A noncharacter that comes before the text of a marker which the model wrote as its token.
 

@@ -28,8 +28,7 @@ class TextParser(ABC):
     whole; if none comes, the marker was letters, and reading goes on where it was found.
     """
 
-    _next_call: Delimiters
-    """What may come between two calls: the marker of another one, or the end of the block."""
+    _next_call: Delimiters  # another call, or the end of the block
 
     def __init__(
         self,
@@ -111,10 +110,9 @@ class TextParser(ABC):
             self._give_back(text + (marker or ""))
             return True
         self._held += text
-        if marker is None:
-            return False
-        self._go_on(marker)
-        return True
+        if marker is not None:
+            self._go_on(marker)
+        return marker is not None
 
     def _end_block(self) -> None:
         self._held, self._step = "", self._back
